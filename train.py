@@ -101,7 +101,7 @@ def main() -> None:
         lock = lock_run(folder)
         origin = resume.find_start(cfg, folder)
         known = resume.known_of(origin, folder)
-        cfg = resume.with_data(cfg)
+        cfg = replace(resume.with_data(cfg), resume="no")  # decided
     cfg, origin, known = machine.broadcast((cfg, origin, known))
     resumes = "saved" in known
 

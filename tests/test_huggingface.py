@@ -446,8 +446,8 @@ def test_a_tuned_model_keeps_its_shape_and_refuses_another(
     # The folder of a run stands for its newest checkpoint.
     assert settings_of_run({"init_from": str(finished), "max_steps": 2}).init_from == str(short)
     start = [f"--init_from={finished}", "--block_size=64", "--max_steps=2"]
-    train_tiny(tiny_data, tmp_path, *start, "--n_layer=5")
-    assert "keeps its own shape: n_layer=5 is ignored" in capsys.readouterr().err
+    train_tiny(tiny_data, tmp_path, *start, "--n_layer=5", "--n_head=3")  # not of a width of 32
+    assert "keeps its own shape: n_layer=5 n_head=3 is ignored" in capsys.readouterr().err
     settings = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["settings"]
     assert (settings["init_from"], settings["n_layer"]) == (str(short), 2)
     more = ["--init_from=resume", "--max_steps=4"]

@@ -314,7 +314,7 @@ def first_records(
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
 
-    settings = {k: v for k, v in asdict(cfg).items() if k not in ("overwrite", "resume")}
+    settings = {k: v for k, v in asdict(cfg).items() if k != "overwrite"}
     if cfg.init_from != "scratch":  # the model that is fine-tuned has its own shape
         model_settings = {k: v for k, v in asdict(c).items() if k in settings and k != "block_size"}
         settings |= model_settings | {"preset": architecture_of(c).name}

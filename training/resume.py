@@ -218,8 +218,8 @@ def check_fits(
 ) -> None:
     """Raise UserError unless a resumed run has the shape, optimizer and data of its checkpoint.
 
-    c: the shape of the model. A fine-tuned one has its own, whatever the settings say: a setting
-    may keep its old value or take the model's.
+    c: the shape of the model. A fine-tuned one has its own, whatever the settings say: each may
+    keep its value, or take the model's.
     """
     trained_on = saved.meta["trained_on"]
     hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
@@ -231,14 +231,21 @@ def check_fits(
     if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
         raise UserError(f"{problem}: give that --dataset, or --switch_data to go on, or {other}")
-    then = fixed(settings_then(saved, cfg), c.vocab_size)
-    now = fixed(cfg, c.vocab_size)
-    shape = asdict(c) | {"block_size": then["block_size"]}  # windows are counted in its length
-    now = {k: v for k, v in now.items() if v not in (then[k], shape.get(k, then[k]))}
-    then = {k: shape.get(k, then[k]) for k in now} | {
-        "tokenizer": tokenizer_id(saved.meta["tokenizer"])
-    }
-    now |= {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    before = settings_then(saved, cfg)
+    then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
+    if beginning_of(saved) == "scratch":
+        now = asdict(model_config(cfg, c.vocab_size))
+        own = ["rope_scaling"]  # it may be written in several ways
+    else:
+        now = dict(then)
+        own = [key for key in then if hasattr(cfg, key)]
+    for key in own:
+        is_kept = getattr(cfg, key) == getattr(before, key)
+        now[key] = then[key] if is_kept else getattr(cfg, key)
+    for key in ("optimizer", "loss_on"):
+        then[key], now[key] = getattr(before, key), getattr(cfg, key)
+    then["tokenizer"] = tokenizer_id(saved.meta["tokenizer"])
+    now["tokenizer"] = tokenizer_id(sets[0].meta["tokenizer"])
     if not cfg.switch_data:
         now |= data_hashes(sets)
         for key, split in (("trained_on", "train"), ("judged_by", "val")):
@@ -263,16 +270,6 @@ def beginning_of(saved: Saved) -> str:
 def settings_then(saved: Saved, cfg: TrainConfig) -> TrainConfig:
     """Return the settings of a checkpoint; of cfg where they are new since then."""
     return replace(cfg, **{k: v for k, v in saved.settings.items() if hasattr(cfg, k)})
-
-
-def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
-    """Return what cannot change within a run: shape, optimizer, and on what it learns.
-
-    rope_scaling is taken as it stands: a model to fine-tune may have RoPE although the settings,
-    which it ignores, say otherwise.
-    """
-    shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
-    return shape | {k: getattr(cfg, k) for k in ("rope_scaling", "optimizer", "loss_on")}
 
 
 def data_hashes(sets: list[DataSet]) -> dict[str, str]:
