@@ -152,7 +152,8 @@ class Report:
                 self.told = True
                 share = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)
                 advice = "a larger eval_every, or smaller eval_tokens, makes it shorter"
-                line += f"\nnote: evaluations and saves take {share:.0%} of the run: {advice}"
+                text = f"note: evaluations and saves take {share:.0%} of the run: {advice}"
+                self.write(dict(step=step, paused=share), text)
         self.write(record, line)
         # By this step, every model should have learned more than how frequent each token is.
         due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
