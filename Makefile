@@ -10,7 +10,8 @@ demo: .venv/demo  ## Shakespeare, from text to a model that writes scenes
 	.venv/bin/python prepare.py --input data/shakespeare.txt.gz --tokenizer char --val_fraction 0.1
 	.venv/bin/python train.py config/demo.py --overwrite
 	@echo
-	.venv/bin/python sample.py --prompt "What is love?" "ROMEO:" --max_new_tokens 250
+	.venv/bin/python sample.py --prompt "$$(printf 'ROMEO:\nWhat is love?')" "JULIET:" --max_new_tokens 200 \
+		--temperature 0.6 --seed 6
 	@echo
 	@echo "The curves of the loss are in out/demo/loss.png. For prompts of your own:"
 	@echo "    .venv/bin/python sample.py --interactive"

@@ -12,6 +12,7 @@ d_ff = 352
 block_size = 64
 init = "llama"
 
+dtype = "float32"  # so small a model gains nothing from bf16
 batch_size = 16
 batch_tokens = 16 * 64
 max_steps = 280
@@ -31,4 +32,4 @@ eval_tokens = 0
 eval_every = 280
 sample_every = 140
 sample_prompt = "ROMEO:"
-log_every = 20
+log_every = 10

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import call
 from test_prepare import all_texts
 
 import prepare
+import train
+from model import GPT, PRESETS, GPTConfig
 from text import nanogpt
 from text.dataset import load_tokenizer, open_dataset, open_split
+from training.checkpoint import newest_checkpoint
+from training.huggingface import GPT2, from_pretrained, to_state
 
 TEXT = "First Citizen:\n我们走吧。 Speak, speak.\n" * 30
 CHARACTERS = {i: c for i, c in enumerate(sorted(set(TEXT)))}
@@ -63,6 +68,28 @@ def test_documents_between_eos_are_counted_in_any_steps(tmp_path, monkeypatch, s
     counts = meta["splits"]["train"]
     assert (counts["documents"], counts["characters"]) == (124, 3 * 121)
     assert meta["lengths"]["max"] == meta["splits"]["val"]["tokens"]
+
+
+def test_a_character_checkpoint_of_nanogpt_continues(tmp_path):
+    """Its vocabulary grows by the eos; all else is as it was."""
+    taken = take_over(nanogpt_set(tmp_path / "chars"))
+    shape = dict(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=len(CHARACTERS))
+    model = GPT(GPTConfig(**PRESETS["gpt2"], **shape, d_ff=64))
+    model.init_weights("gpt2")
+    stored = {
+        name: w.t() if w.dim() == 2 and ".h." in name else w
+        for name, w in to_state(GPT2, model.config, dict(model.named_parameters())).items()
+    }
+    path = tmp_path / "ckpt.pt"
+    torch.save({"model": stored, "model_args": shape | {"bias": True, "dropout": 0.0}}, path)
+    options = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", f"--init_from={path}"]
+    options += ["--dataset=taken", "--lr=1e-30", "--max_steps=2", "--batch_size=2"]
+    call(train.main, *options, "--batch_tokens=64", "--eval_tokens=64", "--compile=false")
+    tuned = from_pretrained(newest_checkpoint(tmp_path / "out" / "run" / "ckpt"))
+    assert tuned.config.vocab_size == len(CHARACTERS) + 1
+    ours = model.state_dict()
+    assert all(torch.equal(w, ours[name]) for name, w in tuned.state_dict().items())
+    assert load_tokenizer(taken).vocab_size == tuned.config.vocab_size
 
 
 class Executes:

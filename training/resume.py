@@ -36,7 +36,7 @@ from training.checkpoint import (
     step_of,
 )
 from training.evaluate import judged_by, val_hashes
-from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
+from training.huggingface import NANOGPT, from_pretrained, is_utf8, load_tensors, shape_in
 from training.metrics import read_metrics
 from training.plan import Progress
 from training.settings import PLACE, TrainConfig, model_config
@@ -362,13 +362,16 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
     Raises UserError if its vocabulary is too small, or if its token ids mean other tokens than the
     data's. A model without a tokenizer is accepted, with a note.
     """
-    model = from_pretrained(folder, verify, dropout=cfg.dropout)
-    c = model.config
     vocab_size = sets[0].meta["vocab_size"]
+    own = shape_in(folder).vocab_size
+    # The characters of nanoGPT have no eos. Data that prepare.py took over have one, the next id.
+    grown = vocab_size if folder.suffix == NANOGPT and own + 1 == vocab_size else own
+    model = from_pretrained(folder, verify, dropout=cfg.dropout, vocab_size=grown)
+    c = model.config
     if c.vocab_size < vocab_size:
         problem = f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}"
-        fits = f"a tokenizer of {c.vocab_size} tokens or fewer, such as --tokenizer={folder}"
-        raise UserError(f"{problem}: prepare it with {fits}")
+        fits = f"a tokenizer of {c.vocab_size} tokens or fewer"
+        raise UserError(f"{problem}: prepare it with {fits}, if its own has more, too")
     extended = longer(c, cfg)
     if extended != c:
         length = f"block_size {c.block_size} -> {extended.block_size}"
