@@ -1,4 +1,4 @@
-"""Plan a training run: its memory, time and energy, from its settings alone.
+"""eveningGPT: plan a training run: its memory, time and energy, from its settings alone.
 
     # on six A100; --max_tokens=20e9 sets another length
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6

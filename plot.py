@@ -1,4 +1,4 @@
-"""Draw the losses of runs: one, or several to compare.
+"""eveningGPT: draw the losses of runs: one, or several to compare.
 
     # the newest run under out/
     python plot.py

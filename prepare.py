@@ -1,5 +1,5 @@
-"""Turn corpora into a data set: data/NAME/ holds the token ids that train.py maps into memory,
-and a description of them.
+"""eveningGPT: turn corpora into a data set. data/NAME/ holds the token ids that train.py maps into
+memory, and a description of them.
 
 The documentation of this Python, numpy and torch, a corpus for a first BPE:
     python prepare.py

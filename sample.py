@@ -1,4 +1,4 @@
-"""Continue a text with a model, or measure its loss on a data set.
+"""eveningGPT: continue a text with a model, or measure its loss on a data set.
 
 Without settings, the newest checkpoint of the newest run continues the run's sample_prompt, which
 is also what it continued during the training. If that is empty, it begins a new document:

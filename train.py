@@ -1,7 +1,7 @@
-"""Train a GPT. training/settings.py has the settings.
+"""eveningGPT: train a GPT. training/settings.py has the settings.
 
     # on a CPU, or on one GPU
-    python train.py config/docs.py
+    python train.py config/demo.py
     # on six GPUs
     torchrun --nproc_per_node=6 train.py config/train_100m.py
     # with other settings

@@ -374,7 +374,9 @@ def send_numbers(
         os.environ.setdefault("WANDB_CONSOLE", "off")
         for action in ("INIT", "FINISH"):  # else wandb waits for a network, for minutes
             os.environ.setdefault(f"WANDB_{action}_TIMEOUT", "15")
-        options = dict(project=os.environ.get(f"{name.upper()}_PROJECT", "gpt"), config=settings)
+        options = dict(
+            project=os.environ.get(f"{name.upper()}_PROJECT", "eveningGPT"), config=settings
+        )
         options |= dict(name=folder.resolve().name, id=run_id, resume="allow")
         options |= {"dir": folder} if name == "wandb" else {"logdir": str(folder / "swanlog")}
         service = importlib.import_module(name)
