@@ -381,6 +381,13 @@ class Conversation:
         self.exchanges.append([*question, *self.header, *answer, *self.ending])
 
 
+def chat_template(folder: Path) -> str:
+    """Return the template of a model folder, by which a conversation becomes a text."""
+    with suppress(OSError):
+        return (folder / "chat_template.jinja").read_text("utf-8", "replace")
+    return str(read_json(folder / "tokenizer_config.json").get("chat_template") or "")
+
+
 def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if a model cannot read a conversation.
 
@@ -388,12 +395,10 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
     """
     if not marks_of(tokenizer):
         raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    with suppress(OSError):
-        template = (folder / "chat_template.jinja").read_text("utf-8", "replace")
+    template = chat_template(folder)
     if not template:
         note(f"{folder} has no chat template: it was probably not trained on conversations")
-    elif str(template).rstrip().removeprefix("{{ bos_token }}") != CHATML:
+    elif template.rstrip().removeprefix("{{ bos_token }}") != CHATML:
         plain = "--chat writes plain ChatML, with no system message but that of --system"
         note(f"{folder} has a chat template of its own, which may ask for more: {plain}")
 
@@ -437,6 +442,8 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
     if cfg.chat:
         check_chat(folder, tokenizer)
+    elif cfg.prompt and chat_template(folder).rstrip().endswith(CHATML):
+        note(f"{folder} was trained on conversations: --chat asks it, --prompt continues a text")
         conversation = Conversation(model, tokenizer, cfg)
         advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
     is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)

@@ -59,6 +59,8 @@ JOBS = {  # name -> (processes, options)
     "sharded": (2, ["--shard=all", "--recompute=blocks"]),
     "documents": (1, ["--documents=mask"]),
     "packed": (2, ["--documents=pack", "--loss_per=document", "--dtype=bfloat16"]),
+    "evaluating": (1, ["--eval_every=2", "--eval_tokens=65536"]),  # most of the time
+    "2 evaluating": (2, ["--eval_every=2", "--eval_tokens=65536"]),
     "answers": (2, ["--dataset=chat", "--loss_on=answers", "--documents=pack"]),
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save"]
@@ -177,7 +179,8 @@ def hurt_checkpoint(out: Path, fault: str, rng: random.Random) -> str:
 def break_training(argv: list[str], fault: str, out: Path, r: Round, rng: random.Random) -> bool:
     """Start a training and stop it as the fault says. Return whether it had come to its end."""
     target = steps_done(out) + rng.randint(1, STEPS // 3)
-    process = start(argv)
+    # Settings that may change at a resume, and change no result.
+    process = start([*argv, f"--keep={rng.randint(2, 5)}", f"--sample_every={rng.choice([0, 5])}"])
     r.starts += 1
     if fault == "kill at a random time":
         wait_for(process, lambda: False, rng.uniform(0, LIFE))
