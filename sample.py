@@ -442,10 +442,10 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
     if cfg.chat:
         check_chat(folder, tokenizer)
-    elif cfg.prompt and chat_template(folder).rstrip().endswith(CHATML):
-        note(f"{folder} was trained on conversations: --chat asks it, --prompt continues a text")
         conversation = Conversation(model, tokenizer, cfg)
         advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
+    elif cfg.prompt and chat_template(folder).rstrip().endswith(CHATML):
+        note(f"{folder} was trained on conversations: --chat asks it, --prompt continues a text")
     is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)
     prompts: Iterable[str] = typed("you> " if cfg.chat else "prompt> ", advice)
     if not is_typed:

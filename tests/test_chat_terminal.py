@@ -194,3 +194,8 @@ def test_in_a_terminal_ctrl_c_ends_only_the_answer(checkpoint):
     os.write(terminal, b"\x04")
     assert program.wait(60) == 0
     os.close(terminal)
+
+
+def test_a_prompt_for_a_chat_model_gets_a_note(checkpoint, capsys):
+    call(sample.main, f"--ckpt={checkpoint}", "--prompt=the", "--max_new_tokens=2")
+    assert "--chat" in capsys.readouterr().err
