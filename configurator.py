@@ -232,9 +232,9 @@ def kind_of(cls: type, key: str, source: str) -> Any:
     return kinds[key]
 
 
-def meant(cls: type, key: str, value: Any) -> tuple[str, Any]:
-    """Return the setting and the value that these two are short for, by the table cls.SHORT."""
-    return getattr(cls, "SHORT", {}).get((key, str(value)), (key, value))
+def meant(cls: type, key: str, value: Any) -> dict[str, Any]:
+    """Return the settings that a setting and its value are short for, by the table cls.SHORT."""
+    return getattr(cls, "SHORT", {}).get((key, str(value)), {key: value})
 
 
 def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: str) -> None:
@@ -243,7 +243,6 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     source: where the value is given, for the message.
     Raises UserError if cls has no such setting, or if the setting does not accept the value.
     """
-    key, value = meant(cls, key, value)
     kind = kind_of(cls, key, source)
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
@@ -274,7 +273,8 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         raise UserError(f"{source}: {type(e).__name__}: {problem}") from None
     for key, value in namespace.items():
         if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            set_value(cls, values, key, value, f"config file {path}")
+            for name, meaning in meant(cls, key, value).items():
+                set_value(cls, values, name, meaning, f"config file {path}")
 
 
 def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: str = "") -> Any:
@@ -329,8 +329,8 @@ def given(
             if not texts and not is_switch:
                 raise UserError(f"--{key}: a value is missing; it takes {takes(cls, key)}")
             texts = texts or [True]
-            key, texts[0] = meant(cls, key, texts[0])
-            options[key] = [*options.get(key, []), *texts] if is_list else texts[0]
+            new = {key: [*options.get(key, []), *texts]} if is_list else meant(cls, key, texts[0])
+            options |= new
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):
@@ -360,8 +360,8 @@ def help_text(cls: type, doc: str) -> str:
         for name in names:
             default = getattr(cls, name, "")
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            text = f"{about(cls, name).get('help', '')} [{takes(cls, name)}]"
-            line = f"{f'  --{name}={default}':<34} {text.replace('|', ' | ')}"
+            choices = takes(cls, name).replace("|", " | ")
+            line = f"{f'  --{name}={default}':<34} {about(cls, name).get('help', '')} [{choices}]"
             out.append(folded(line, width, indent=33))
     return "\n".join(out)
 

@@ -56,13 +56,12 @@ from hardware.machine import (
 )
 from hardware.peak import peak_tflops
 from model import GPT
-from text.chat import question_ids
 from text.dataset import load_tokenizer, open_datasets, train_loader
 from training import resume
 from training.banner import banner, pace_note
 from training.batches import Batch, first_batch, read_ahead
 from training.checkpoint import Saver, lock_run, newest_checkpoint, replace_run, shared_files
-from training.evaluate import evaluate_all, evaluation_windows, write_text
+from training.evaluate import evaluate_all, evaluation_windows, prompt_ids, write_text
 from training.huggingface import from_pretrained
 from training.memory import Step, optimizer_memory
 from training.optimizer import make_optimizer
@@ -112,13 +111,7 @@ def main() -> None:
     tokenizer = load_tokenizer(sets[0].folder)
     loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, cfg.loss_on)
     evaluated = evaluation_windows(sets, cfg)
-    if cfg.loss_on == "answers":
-        prompt = question_ids(cfg.sample_prompt, tokenizer)
-    else:
-        prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
-    prompt = prompt or [tokenizer.eos_id]
-    if len(prompt) > T:
-        raise UserError(f"sample_prompt has {len(prompt)} tokens, block_size is {T}: shorten it")
+    prompt = prompt_ids(cfg, tokenizer)
     val = sets[0].meta["splits"]["val"]
     length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: three lines of English
 

@@ -99,7 +99,7 @@ def test_the_fields_of_chat_are_a_question_and_its_answer(tiny_data, tmp_path, r
 
 def test_what_says_do_not_learn_this_is_not_learned(tiny_data, tmp_path):
     """The answers of a conversation that are not to be learned stay before those that are."""
-    no = [{"label": False}, {"weight": 0}, {"weight": 0.0}, {"train": False}]
+    no = [{"label": False}, {"weight": 0}, {"weight": "0"}, {"train": "False"}]
     records = [talk(QUESTION, ANSWER, **mark) for mark in no]
     records += [talk(QUESTION, ANSWER | {"loss": False})]
     records += [talk(QUESTION, ANSWER | mark, QUESTION, ANSWER) for mark in no]
@@ -121,12 +121,30 @@ def test_fields_of_conversations_that_are_not_read_are_counted(tiny_data, tmp_pa
     assert open_dataset(folder)["records"]["unread"] == unread
 
 
+def test_marks_of_other_values_and_of_texts_are_counted(tiny_data, tmp_path):
+    records = [talk(QUESTION, ANSWER, weight=0.5), talk(QUESTION, ANSWER | {"label": "bad"})]
+    folder = chats(tiny_data, tmp_path, [*records, {"text": "So.", "label": False}])
+    unread = {"weight": 1, "label of messages": 1, "label of texts": 1}
+    assert open_dataset(folder)["records"]["unread"] == unread
+
+
+def test_a_mark_moves_no_document_to_the_other_split(tiny_data, tmp_path):
+    texts = [{"content": f"So {i}."} for i in range(60)]
+    marks = [{}, {"loss": False}]
+    records = [talk(QUESTION, ANSWER | t | m, QUESTION, ANSWER) for t in texts for m in marks]
+    meta = open_dataset(chats(tiny_data, tmp_path, records))
+    assert all(s["documents"] % 2 == 0 for s in meta["splits"].values())
+
+
 def test_names_of_special_tokens_are_counted_or_end_documents(tiny_data, tmp_path, capsys):
     text = f"{IM_START}One.{IM_END} {IM_START}Two.{IM_END}"
+    others = ["<|fim-prefix|>", "<｜end▁of▁sentence｜>", "<bos>", "[CLS]"]
+    folder = chats(tiny_data, tmp_path, [{"text": " a ".join(others)}] * 2)
+    assert open_dataset(folder)["records"]["names"] == dict.fromkeys(others, 2)
     folder = chats(tiny_data, tmp_path, [{"text": text}] * 2)
     assert open_dataset(folder)["records"]["names"] == {IM_START: 4, IM_END: 4}
     assert "--separators" in capsys.readouterr().out
-    folder = chats(tiny_data, tmp_path, [{"text": text}] * 2, f"--separators={IM_START},{IM_END}")
+    folder = chats(tiny_data, tmp_path, [{"text": text}] * 2, f"--separators={IM_START}, {IM_END}")
     assert all_texts(folder) == ["One.", "Two."] * 2
     assert open_dataset(folder)["records"]["names"] == {}
 

@@ -18,13 +18,14 @@ from test_model import make as make_model
 import plan
 import sample
 import train
-from configurator import UserError
+from configurator import UserError, given
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
 from training.huggingface import GPT2, OURS, architecture_of, from_config, from_pretrained
 from training.metrics import read_metrics
 from training.resume import settings_of_run
+from training.settings import TrainConfig
 
 FITTING = [name for name in ODD if architecture_of(GPTConfig(**ODD[name])) is not OURS]
 
@@ -455,6 +456,19 @@ def test_a_tuned_model_keeps_its_shape_and_refuses_another(
         said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, f"--{name}={other}"))  # noqa: B023
         assert f"{name} is {size} there, {other} here" in said
     call(train.main, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *more)
+
+
+def test_the_last_init_from_decides_whether_a_run_resumes(tmp_path):
+    (tmp_path / "c.py").write_text("init_from = 'auto'\n")
+    for argv, expected in (
+        (["--init_from=auto", "--init_from=scratch"], ("scratch", "no")),
+        ([str(tmp_path / "c.py"), "--init_from=scratch"], ("scratch", "no")),
+        (["--init_from=x", "--init_from=auto"], ("x", "auto")),
+        (["--init_from=auto", "--init_from=x"], ("x", "auto")),
+        (["--init_from=resume"], ("scratch", "yes")),
+    ):
+        cfg = TrainConfig(**given(TrainConfig, argv))
+        assert (cfg.init_from, cfg.resume) == expected, argv
 
 
 def test_a_tuning_that_saved_nothing_is_not_resumed(finished, trains, refuses):

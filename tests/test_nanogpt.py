@@ -55,6 +55,22 @@ def test_a_character_set_keeps_its_ids_and_texts(tmp_path):
     assert (counts["characters"], counts["bytes"]) == (len(part), len(part.encode()))
 
 
+def test_an_alphabet_without_latin_letters_is_taken_over(tmp_path, refuses):
+    source = nanogpt_set(tmp_path / "chars")
+    (source / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate("一二三四五"))}))
+    for split in ("train", "val"):
+        np.array([0, 1, 2, 3, 4] * 100, np.uint16).tofile(source / f"{split}.bin")
+    assert "".join(all_texts(take_over(source))) == "一二三四五" * 200
+    options = [
+        "--dataset=taken",
+        f"--data_dir={tmp_path}",
+        "--max_steps=1",
+        "--sample_prompt=Z",
+        "--block_size=32",
+    ]
+    assert "sample_prompt" in refuses(train.main, *options, f"--out_dir={tmp_path / 'out'}")
+
+
 @pytest.mark.parametrize("step", [1, 50, 1 << 24])
 def test_documents_between_eos_are_counted_in_any_steps(tmp_path, monkeypatch, step):
     monkeypatch.setattr(nanogpt, "STEP", step)

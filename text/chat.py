@@ -16,6 +16,7 @@ document, with a line end between them if it is not to be learned. They come aft
 the model answers none of them with these pairs before its eyes.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +26,11 @@ from text.tokenizer import IM_END, IM_START, Tokenizer
 # What other data sets call the roles.
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant"}
 ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant")
-# Fields of a record or a message that may be false: it is not to be learned. So says weight 0.
-REFUSALS = ("label", "train", "loss")
-MESSAGE_FIELDS = {"role", "from", "content", "value", "weight", *REFUSALS}
+# Fields that say whether a record or a message is to be learned, and the values that say so.
+MARKS = ("label", "train", "loss", "weight")
+NO = {"false", "0", "0.0"}
+YES = {"true", "1", "1.0", "none"}
+MESSAGE_FIELDS = {"role", "from", "content", "value"}
 
 
 class Turn(NamedTuple):
@@ -40,7 +43,13 @@ class Turn(NamedTuple):
 
 def is_refused(item: dict) -> bool:
     """Return whether a record or a message says that it is not to be learned."""
-    return item.get("weight") == 0 or any(item.get(key) is False for key in REFUSALS)
+    return any(str(item.get(key)).lower() in NO for key in MARKS)
+
+
+def unread_fields(item: dict, read: Collection[str]) -> set[str]:
+    """Return the fields of a record or a message that nothing reads."""
+    marks = {key for key in MARKS if str(item.get(key)).lower() in NO | YES}
+    return item.keys() - set(read) - marks
 
 
 def turns_of(messages: Any) -> list[Turn]:
@@ -122,7 +131,9 @@ def answers_of(ids: np.ndarray, places: np.ndarray, tokenizer: Tokenizer) -> np.
 
     ids: of a split, (n,). places: where its eos and its marks are, in their order.
     """
-    start_mark, end_mark = marks_of(tokenizer) or (-1, -1)
+    if not marks_of(tokenizer):
+        return np.zeros(0, int)
+    start_mark, end_mark = marks_of(tokenizer)
     header = tokenizer.encode("assistant\n")
     is_start = ids[places] == start_mark
     starts = places[is_start]

@@ -29,7 +29,11 @@ SPLITS = ("train", "val")
 # What an Encoder makes of a chunk: (documents,) of ROW; the token ids of train.bin and of val.bin.
 Encoded = tuple[np.ndarray, list[bytes]]
 SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
-SPECIAL_NAME = re.compile(r"<\|\w+\|>|</?s>")  # as tokenizers call their special tokens
+# As tokenizers call their special tokens.
+SPECIAL_NAME = re.compile(
+    r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>"
+    r"|\[(?:CLS|SEP|PAD|UNK|MASK|BOS|EOS)\]"
+)
 
 
 @dataclass
@@ -76,7 +80,7 @@ class Encoder:
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64
             ids[val].extend([tokens, self.eos])
-            size = len(document.utf8) - len(document.pieces) + 1  # without the byte for each mark
+            size = len(document.utf8) - document.utf8.count(b"\xff")  # which stands for a mark
             rows.append((len(tokens) + 1, size, sum(map(len, document.texts)), val))
             tally.names.update(self.names_in(document))
         return (np.array(rows, ROW), [b"".join(arrays) for arrays in ids]), tally

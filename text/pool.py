@@ -46,7 +46,8 @@ def over_input(
             bar.update(bytes_read - bar.n)
     check_bad(tally, cfg, tally.records)
     if tally.shapes.total() == tally.dropped.total():
-        raise UserError("no documents: the input is empty, or its records are, or all too short")
+        dropped = ", ".join(f"{n:,} x {reason}" for reason, n in tally.dropped.items())
+        raise UserError(f"no documents: {dropped or 'the input is empty'}")
 
 
 def begin_worker(task: Task) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from configurator import UserError
 from hardware.terminal import harmless
-from text.chat import MESSAGE_FIELDS, REFUSALS, chatml, is_refused, turns_of
+from text.chat import MARKS, MESSAGE_FIELDS, chatml, is_refused, turns_of, unread_fields
 from text.docstrings import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, characters, too_long
 from text.settings import FIELD, PrepareConfig
@@ -99,7 +99,9 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         tally.characters["read"] += characters(record)
         try:
             pieces, shape = understand(chunk.kind, record, cfg, tally)
-            utf8 = b"\xff".join(to_utf8("".join(piece), cfg.encoding) for piece in pieces)
+            # Its hash decides the split. What says which answers are learned has no part in it.
+            said = pieces[: 1 + 2 * sum(len(piece) == 2 for piece in pieces)]
+            utf8 = b"\xff".join(to_utf8("".join(piece), cfg.encoding) for piece in said)
         except ValueError as e:
             tally.characters["bad"] += characters(record)
             line = f", line {e.args[1]}" if chunk.kind == "txt" and e.args[1:] else ""
@@ -113,7 +115,8 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
             continue
         found = [Document(place, pieces, utf8)]
         if cfg.separators and len(pieces) == 1:
-            parts = re.split("|".join(map(re.escape, cfg.separators.split(","))), pieces[0][0])
+            names = sorted(map(str.strip, cfg.separators.split(",")), key=len, reverse=True)
+            parts = re.split("|".join(map(re.escape, names)), pieces[0][0])
             found = [Document(place, [[part]], part.encode()) for part in parts]
         full = [document for document in found if any(map(NOT_BLANK.search, document.texts))]
         if not full:
@@ -172,12 +175,15 @@ def understand(
             messages = [*map(with_text, messages)] if isinstance(messages, list) else messages
             turns = turns_of(messages)
             if not cfg.fields:
-                tally.unread.update(record.keys() - {*used, "weight", *REFUSALS})
-            of_messages = {key for message in messages for key in message} - MESSAGE_FIELDS
+                tally.unread.update(unread_fields(record, used))
+            of_messages = set().union(*(unread_fields(m, MESSAGE_FIELDS) for m in messages))
             tally.unread.update(f"{key} of messages" for key in of_messages)
             is_learned = any(t.role == "assistant" and t.is_learned for t in turns)
             pieces = chatml(turns) if is_learned and not is_refused(record) else []
             return pieces, f"{CHAT} {{{', '.join(used)}}}"
+        # A label of a text may be a class. It is not obeyed, and so it is counted.
+        marks = [key for key in MARKS if is_refused({key: record.get(key)})]
+        tally.unread.update(f"{key} of texts" for key in marks)
     text, shape = record_text(record, cfg.fields)
     return [[text]], shape
 

@@ -120,9 +120,9 @@ def summary(meta: dict, folder: Path) -> str:
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
     lines += [f"  bad is for example {example}" for example in records["examples"]]
     if unread := records.get("unread"):  # data sets of earlier versions have not counted them
-        lines.append(f"  fields of conversations that are not read: {counted(unread)}")
+        lines.append(f"  fields that are not read: {counted(unread)}")
     if names := records.get("names"):
-        advice = "--separators makes them ends of documents"
+        advice = "of a text, --separators makes them ends of documents"
         lines.append(f"  special tokens that are letters in the texts: {counted(names)} ({advice})")
     for source in meta["sources"]:
         if "skipped" in source:

@@ -104,7 +104,8 @@ class PrepareConfig:
         is_exchange = is_list or not (self.chat and self.fields)
         checks = {
             "input is empty: name a file": all(self.input),
-            "separators must not be empty": all(self.separators.split(",")) or not self.separators,
+            "separators must not be empty": all(map(str.strip, self.separators.split(",")))
+            or not self.separators,
             f"fields={self.fields}: chat needs question,answer": is_exchange,
             "step needs the folder of a run: add --inspect": self.step == -1 or self.inspect,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,

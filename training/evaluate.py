@@ -13,7 +13,9 @@ from configurator import UserError
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
+from text.chat import question_ids
 from text.dataset import names_and_weights, open_windows
+from text.tokenizer import Tokenizer
 from text.windows import DataSet, Loader, Windows
 from training.batches import to_batch
 from training.parallel import all_sum, autocast
@@ -46,6 +48,23 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
                 problem = f"no answer of {data.name} is in a window that is evaluated"
                 raise UserError(f"loss_on=answers: {problem}: raise block_size, or --val_fraction")
     return windows
+
+
+def prompt_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of sample_prompt: of a question, if the model learns answers.
+
+    Raises UserError if they are more than block_size, or if the prompt cannot be encoded.
+    """
+    try:
+        if cfg.loss_on == "answers":
+            ids = question_ids(cfg.sample_prompt, tokenizer)
+        else:
+            ids = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
+    except ValueError as e:
+        raise UserError(f"sample_prompt cannot be encoded: {e}") from None
+    if len(ids) > (T := cfg.block_size):
+        raise UserError(f"sample_prompt has {len(ids)} tokens, block_size is {T}: shorten it")
+    return ids or [tokenizer.eos_id]
 
 
 def val_hashes(sets: list[DataSet]) -> dict[str, str]:

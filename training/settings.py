@@ -18,8 +18,9 @@ REPORT = "Evaluation, samples, checkpoints"
 @dataclass(frozen=True)
 class TrainConfig:
     SHORT: ClassVar = {
-        ("init_from", "resume"): ("resume", "yes"),
-        ("init_from", "auto"): ("resume", "auto"),
+        ("init_from", "resume"): {"resume": "yes"},
+        ("init_from", "auto"): {"resume": "auto"},
+        ("init_from", "scratch"): {"init_from": "scratch", "resume": "no"},
     }
 
     run_name: str = option(
