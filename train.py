@@ -60,7 +60,14 @@ from text.dataset import load_tokenizer, open_datasets, train_loader
 from training import resume
 from training.banner import banner, pace_note
 from training.batches import Batch, first_batch, read_ahead
-from training.checkpoint import Saver, lock_run, newest_checkpoint, replace_run, shared_files
+from training.checkpoint import (
+    Saver,
+    lock_run,
+    newest_checkpoint,
+    replace_run,
+    set_newer_aside,
+    shared_files,
+)
 from training.evaluate import evaluate_all, evaluation_windows, prompt_ids, write_text
 from training.huggingface import from_pretrained
 from training.memory import Step, optimizer_memory
@@ -197,7 +204,9 @@ def main() -> None:
     # ---- The run's folder: its records so far, what reports to them, and what saves checkpoints.
     records = []
     if machine.is_main:
-        if cfg.overwrite and not resumes:
+        if resumes:
+            set_newer_aside(origin)
+        elif cfg.overwrite:
             lock = replace_run(folder, lock)
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
     report = Report(cfg, machine, plan, sets, progress, folder, records)

@@ -335,18 +335,20 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 
 
 def intact_checkpoint(ckpt_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose files have the hashes in its manifest; None if none has.
-
-    Newer ones, which are damaged, are renamed to step_N_kept, with a warning: the run will write
-    these steps again.
-    """
-    damaged = []
+    """Return the newest checkpoint whose files have the hashes of its manifest; None if none."""
     for path in numbered(ckpt_dir):
         problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
         if not problem:
-            for newer in damaged:
-                set_aside(newer, f"{newer.name}_kept")
             return path
         note(f"{problem}: damaged; the checkpoint before it is taken, if there is one")
-        damaged.append(path)
     return None
+
+
+def set_newer_aside(checkpoint: Path) -> None:
+    """Rename the checkpoints that are newer to step_N_kept: they are damaged.
+
+    The run that goes on from this one will write these steps again.
+    """
+    for path in numbered(checkpoint.parent):
+        if step_of(path) > step_of(checkpoint):
+            set_aside(path, f"{path.name}_kept")

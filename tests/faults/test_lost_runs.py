@@ -210,6 +210,23 @@ def test_switch_data_goes_on_with_other_data(copied, tiny_data, tmp_path, refuse
     assert state["best_step"] > 8
 
 
+def test_a_switch_whose_checkpoint_is_damaged_is_not_undone(copied, tiny_data, tmp_path, refuses):
+    tokenizer = f"--tokenizer={tiny_data / 'tiny'}"
+    prepared(tmp_path / "d", make_records(200, seed=3), tokenizer, "--name=other")
+    resume = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}", "--init_from=resume"]
+    resume += ["--run_name=run"]
+    switch = ["--switch_data", "--dataset=other", "--max_steps=16", "--save_every=50"]
+    call(train.main, *resume, *switch, "--eval_every=50")
+    losses, newest = metrics(copied, "loss"), saved(copied)
+    (newest / "model.safetensors").write_bytes(b"")
+    for _ in range(2):
+        assert "--switch_data" in refuses(train.main, *resume)
+        assert newest.exists()
+    call(train.main, *resume, "--switch_data")
+    assert metrics(copied, "loss") == losses
+    assert newest.with_name(f"{newest.name}_kept").exists()
+
+
 def test_a_data_dir_that_is_elsewhere_is_named(copied, tmp_path, refuses, monkeypatch):
     settings = json.loads((saved(copied) / "train_config.json").read_text()) | {"data_dir": "d"}
     forge(saved(copied), "train_config.json", json.dumps(settings).encode())
