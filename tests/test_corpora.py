@@ -279,6 +279,13 @@ def test_integers_of_any_length_are_read(tmp_path, suffix):
 # -- what is left out --
 
 
+def test_rows_with_fewer_fields_than_the_header_are_counted(tmp_path):
+    (tmp_path / "a.tsv").write_text("text\tid\nfirst half\nSECOND HALF\t1\n")
+    _, meta = prepare_set(tmp_path, tmp_path / "a.tsv")
+    shapes = meta["records"]["shapes"]
+    assert shapes == {"{text} in rows with fewer fields than the header": 1, "{text}": 1}
+
+
 def test_texts_stay_as_they_are_and_min_tokens_drops_short_ones(tmp_path):
     texts = [f"document number {i}" for i in range(40)]
     texts += ["document number 3", "x", "ﬁne １", "bell\a and tab\t", "document number 3"]

@@ -107,8 +107,11 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
             line = f", line {e.args[1]}" if chunk.kind == "txt" and e.args[1:] else ""
             tally.reject(place + line, str(e.args[0]))
             continue
-        if chunk.kind in ("csv", "tsv") and any("\n" in (text or "") for text in record.values()):
-            shape += " in rows that span lines"
+        if chunk.kind in ("csv", "tsv"):
+            if any("\n" in (text or "") for text in record.values()):
+                shape += " in rows that span lines"
+            if None in record.values():
+                shape += " in rows with fewer fields than the header"
         tally.shapes[shape] += 1
         if not pieces:
             tally.dropped["marked as not to be learned"] += 1
