@@ -73,7 +73,7 @@ clean:  ## remove .venv and caches; your data/ and out/ stay
 	.venv/bin/python -m pip install -q $$(grep '^ruff==' requirements-dev.txt)
 	touch $@
 
-# Without an NVIDIA GPU, torch for CPUs is enough, and ten times smaller. If PyTorch's index does not
+# Without an NVIDIA GPU, the smaller torch for CPUs is enough. If PyTorch's index does not
 # answer, the next line installs the other build.
 CPU_TORCH = --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 5
 

@@ -31,7 +31,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -100,6 +99,7 @@ def main() -> None:
 
     # ---- Rank 0 locks the folder of the run, and decides from what the run starts (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. The others get its decision.
+    # known: what is recorded of these weights, so that nothing is evaluated twice.
     folder = Path(cfg.out_dir) / cfg.run_name
     origin = lock = None
     known = {}
@@ -227,7 +227,6 @@ def main() -> None:
         closing(saver),
         closing(read_ahead(loader, place_in_data, plan.batch_size, machine, clock)) as batches,
     ):
-        stop = partial(any_signal, signals, machine)
         start_step = progress.step
         for step in range(start_step, plan.steps + 1):
             at_end = step == plan.steps
@@ -244,7 +243,7 @@ def main() -> None:
                     if evaluates:
                         started = time.perf_counter()
                         B, eos_id = plan.batch_size, tokenizer.eos_id
-                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id, stop)
+                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id, signals)
                         if stopped := losses is None:
                             break
                         val_loss = report.evaluation(step, losses, time.perf_counter() - started)
@@ -253,7 +252,9 @@ def main() -> None:
                         full_weights = getattr(forward, "full_weights", nullcontext)
                         # ArithmeticError: the logits are not finite, as the loss shows too.
                         with full_weights(), suppress(ArithmeticError):
-                            text = write_text(model, tokenizer, prompt, length, cfg.seed, stop)
+                            text = write_text(
+                                model, tokenizer, prompt, length, cfg.seed, machine, signals
+                            )
                             if stopped := text is None:
                                 break
                             report.sample(step, text)
@@ -370,9 +371,10 @@ def take_step(
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
     parameters = list(model.parameters())
-    if scaler.is_enabled():  # it looks at gradients alone: a loss that is not finite spoils one
-        spoils = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
-        part(parameters[0].grad).mul_(spoils)
+    if scaler.is_enabled():
+        # GradScaler checks gradients alone: a loss that is not finite makes one of them NaN.
+        factor = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
+        part(parameters[0].grad).mul_(factor)
     scaler.unscale_(optimizer)
     if weighted:
         # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,

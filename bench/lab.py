@@ -52,15 +52,8 @@ from text.dataset import names_and_weights, open_datasets
 from training.resume import with_data
 from training.settings import TRAINING, TrainConfig
 
-GIVEN = {
-    "seed",
-    "init_from",
-    "resume",
-    "overwrite",
-    "eval_tokens",
-    "run_name",
-    "out_dir",
-}  # to every run
+# The lab itself gives these settings to every run.
+GIVEN = {"seed", "init_from", "resume", "overwrite", "eval_tokens", "run_name", "out_dir"}
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def test_samples_show_what_the_weights_of_their_step_write(straight, tiny_data):
     model = from_pretrained(saved(straight))
     counts = open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
     length = math.ceil(200 * counts["tokens"] / counts["bytes"])
-    text = write_text(model, tokenizer, prompt, length, TrainConfig.seed, lambda: False)
+    text = write_text(model, tokenizer, prompt, length, TrainConfig.seed, CPU)
     assert samples[8] == f"the loop{text}" and model.training
 
 

@@ -13,7 +13,7 @@ an answer is, and loss_on=answers needs nothing beside them.
 
 Where some answers are not to be learned, a pair of marks for each answer stands at the end of the
 document, with a line end between them if it is not to be learned. They come after all messages, so
-the model answers none of them with these pairs before its eyes.
+they are in the context of none.
 """
 
 from collections.abc import Collection
@@ -96,6 +96,12 @@ def chatml(turns: list[Turn]) -> list[list[str]]:
         for is_learned in learned:
             pieces += [["" if is_learned else "\n"], [""]]
     return pieces
+
+
+def without_flags(pieces: list[list[str]]) -> list[list[str]]:
+    """Return the pieces of a document without those that say which answers are learned."""
+    messages = sum(len(piece) == 2 for piece in pieces)  # a header and a content each
+    return pieces[: 1 + 2 * messages]
 
 
 def message_ids(role: str, content: list[int], tokenizer: Tokenizer) -> list[int]:

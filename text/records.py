@@ -16,7 +16,15 @@ import numpy as np
 
 from configurator import UserError
 from hardware.terminal import harmless
-from text.chat import MARKS, MESSAGE_FIELDS, chatml, is_refused, turns_of, unread_fields
+from text.chat import (
+    MARKS,
+    MESSAGE_FIELDS,
+    chatml,
+    is_refused,
+    turns_of,
+    unread_fields,
+    without_flags,
+)
 from text.docstrings import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, characters, too_long
 from text.settings import FIELD, PrepareConfig
@@ -99,9 +107,9 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         tally.characters["read"] += characters(record)
         try:
             pieces, shape = understand(chunk.kind, record, cfg, tally)
-            # Its hash decides the split. What says which answers are learned has no part in it.
-            said = pieces[: 1 + 2 * sum(len(piece) == 2 for piece in pieces)]
-            utf8 = b"\xff".join(to_utf8("".join(piece), cfg.encoding) for piece in said)
+            # Its hash decides the split. Which answers are learned must not change that.
+            spoken = without_flags(pieces)
+            utf8 = b"\xff".join(to_utf8("".join(piece), cfg.encoding) for piece in spoken)
         except ValueError as e:
             tally.characters["bad"] += characters(record)
             line = f", line {e.args[1]}" if chunk.kind == "txt" and e.args[1:] else ""
@@ -185,7 +193,7 @@ def understand(
             pieces = chatml(turns) if is_learned and not is_refused(record) else []
             return pieces, f"{CHAT} {{{', '.join(used)}}}"
         # A label of a text may be a class. It is not obeyed, and so it is counted.
-        marks = [key for key in MARKS if is_refused({key: record.get(key)})]
+        marks = [key for key in MARKS if key in record and is_refused({key: record[key]})]
         tally.unread.update(f"{key} of texts" for key in marks)
     text, shape = record_text(record, cfg.fields)
     return [[text]], shape

@@ -100,8 +100,8 @@ def rows_of_plan(
         length += f" = {plan.epochs_at(plan.steps):,.2f} epochs of {cfg.dataset or sets[0].name}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
     if (place := plan.place(plan.begun_step)) != plan.begun_step:
-        length += f"\nnote: its steps had other sizes: {place / plan.place(plan.steps):.1%} of the"
-        length += " run is done, and the learning rate goes on from there"
+        length += f"\nnote: earlier steps had another size: {place / plan.place(plan.steps):.1%} of"
+        length += " the run is done, and the schedule continues from there"
     if warning := repetition_warning(tokens + plan.epoch_shift, plan.step_tokens, cfg, sets):
         length += f"\n{warning}"
     ratio = f"{tokens / model.num_params()['total']:.3g}"
@@ -140,7 +140,7 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
     """
     seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
     if (step := accum * seconds / 0.4) > 60:
-        shorter = "a smaller --batch_tokens makes it shorter; config/docs.py is a run for a CPU"
+        shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
         return f"note: a step takes about {step / 60:,.0f} min here, at 40 % of the peak: {shorter}"
     if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
         busier = "a larger --batch_size, or auto, may be faster"

@@ -3,7 +3,7 @@
 import codecs
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +18,7 @@ from text.dataset import names_and_weights, open_windows
 from text.tokenizer import Tokenizer
 from text.windows import DataSet, Loader, Windows
 from training.batches import to_batch
-from training.parallel import all_sum, autocast
+from training.parallel import all_sum, any_signal, autocast
 from training.settings import TrainConfig
 
 
@@ -92,11 +92,12 @@ def evaluate_all(
     B: int,
     machine: Machine,
     eos_id: int,
-    stop: Callable[[], bool],
+    signals: Sequence[int],
 ) -> dict[str, list[float]] | None:
     """Return the losses of evaluation_windows(): a key -> one loss for each data set.
 
-    On train.bin, as many tokens are evaluated as on val.bin. Return None if stop() asks for it.
+    On train.bin, as many tokens are evaluated as on val.bin. Return None if a signal has
+    arrived at any rank. signals: those of this rank.
     """
     losses: dict[str, list[float]] = {}
     for key, windows_of_sets in windows.items():
@@ -106,7 +107,7 @@ def evaluate_all(
             tokens = cfg.eval_tokens
             if key == "train_eval_loss":
                 tokens = len(val.fixed_starts(tokens)) * cfg.block_size
-            loss = evaluate(model, one, tokens, B, machine, documents, stop=stop)
+            loss = evaluate(model, one, tokens, B, machine, documents, signals=signals)
             if loss is None:
                 return None
             losses[key].append(loss)
@@ -122,11 +123,11 @@ def evaluate(
     machine: Machine,
     eos_id: int | None = None,
     bar: bool = False,
-    stop: Callable[[], bool] = lambda: False,
+    signals: Sequence[int] = (),
 ) -> float | None:
     """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: on all).
 
-    It is NaN if no token of them counts, and None if stop() is true before a batch.
+    It is NaN if no token of them counts, and None if a signal arrives at any rank.
 
     The windows are always the same ones. The ranks take turns, with B windows at a time.
     eos_id: a token sees only its own document, which this token begins; None: all before it.
@@ -140,7 +141,7 @@ def evaluate(
     batches = range(machine.rank * B, math.ceil(count / turn) * turn, turn)
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
     for start in ProgressBar("evaluating", batches, disable=None if bar else True):
-        if stop():
+        if any_signal(signals, machine):
             return None
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
@@ -156,11 +157,17 @@ def evaluate(
 
 
 def write_text(
-    model: GPT, tokenizer: Any, prompt: list[int], length: int, seed: int, stop: Callable[[], bool]
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    length: int,
+    seed: int,
+    machine: Machine,
+    signals: Sequence[int] = (),
 ) -> str | None:
     """Return what the model writes after a prompt: `length` tokens, or fewer if the document ends.
 
-    Return None if stop() is true after a token. tokenizer: of text/tokenizer.py. prompt: token ids.
+    Return None if a signal arrives at any rank. prompt: token ids.
     The random choices are always the same ones. A training that goes on afterwards is not changed,
     since it sets the seed of each of its steps.
 
@@ -176,7 +183,7 @@ def write_text(
         # The low temperature suits a model that has not learned much.
         for token in model.generate(idx, length, temperature=0.5):
             tokens.append(token)
-            if stop():
+            if any_signal(signals, machine):
                 return None
     finally:
         model.train()

@@ -108,9 +108,9 @@ ROPE = {
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
 }
-# What the four classes read besides, and what others of their kind multiply or cap, with the only
-# value that is computed here. They ignore all other settings of a config.json: who wrote it, how
-# the model was trained and is sampled from.
+# Settings with the only value that is computed here: what the four classes read besides, and the
+# factors and caps of related classes. All other settings of a config.json are ignored: who wrote
+# it, how the model was trained and is sampled from.
 FIXED = dict(
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
     is_causal=True, use_sliding_window=False, layer_types=[], partial_rotary_factor=1.0,

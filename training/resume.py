@@ -290,11 +290,11 @@ def progress_of(
     then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
     if then != judged_by(cfg, val_hashes(sets)):
         if progress.best_step >= 0:
-            note("the validation loss is measured on other data now: the best is looked for anew")
+            note("the validation data have changed: the best checkpoint is chosen anew")
         progress = replace(progress, best_step=-1, best_val_loss=math.inf)
     trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
     if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
-        note(f"other data from here on, from their first window: {cfg.dataset}")
+        note(f"the data change here: {cfg.dataset} is read from its first window")
         progress = replace(progress, data_begun=progress.samples)
     return progress
 

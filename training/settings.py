@@ -17,6 +17,7 @@ REPORT = "Evaluation, samples, checkpoints"
 
 @dataclass(frozen=True)
 class TrainConfig:
+    # A setting and its value -> the settings that they are short for.
     SHORT: ClassVar = {
         ("init_from", "resume"): {"resume": "yes"},
         ("init_from", "auto"): {"resume": "auto"},
