@@ -34,7 +34,7 @@ class PrepareConfig:
         "file", "one document per file, block or line of .txt"
     )
     separators: str = option(
-        "", "names that end a document in a text and are left out: '<|im_start|>,<|im_end|>'"
+        "", "strings at which a text is split into documents: '<|im_start|>,<|im_end|>'"
     )
     encoding: str = option("utf-8", "of every input file; gb18030 also reads GBK and GB2312")
     min_tokens: int = option(
@@ -42,7 +42,7 @@ class PrepareConfig:
     )
     max_bad: float = option(
         0.01,
-        "error if a larger share of the records is bad; 0: at the first of them",
+        "stop if a larger fraction of the records, or of their characters, is bad; 0: at the first",
         minimum=0,
         maximum=1,
         group="Bad records: the report counts them and shows examples",
@@ -57,7 +57,10 @@ class PrepareConfig:
     )
     data_dir: str = option("data", "the folder that holds the data sets")
     val_fraction: float = option(
-        0.01, "share of val.bin: documents by a hash, or the end of a text", above=0, below=1
+        0.01,
+        "fraction for val.bin: documents by their hash, or the end of a text",
+        above=0,
+        below=1,
     )
     tokenizer: str = option(
         "train",
