@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from conftest import make_records, write_jsonl
+from conftest import call, make_records, write_jsonl
 from test_prepare import TEXTS, documents, prepare_set
 
 import prepare
@@ -166,6 +166,17 @@ def test_a_book_that_is_lost_is_named_with_its_encoding(tmp_path, refuses, encod
     (tmp_path / "b.txt").write_text(f"{text}\n" * 2000, encoding=encoding)
     error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}", "--max_bad=0.05")
     assert "1 of 2,501" in error and "b.txt, line 1: " in error and way in error
+
+
+def test_a_named_text_file_that_is_unreadable_is_an_error(tmp_path, refuses):
+    """However small it is: --max_bad is for records, and for files in folders."""
+    write_texts(tmp_path / "a.jsonl", [f"text {i}" for i in range(2500)])
+    book = tmp_path / "b.txt"
+    book.write_text("镕基说：这是我的书。", encoding="gb18030")
+    options = ["--name=x", "--tokenizer=byte", f"--data_dir={tmp_path}"]
+    error = refuses(prepare.main, "--input", tmp_path / "a.jsonl", book, *options)
+    assert str(book) in error and "--encoding=gb18030" in error
+    call(prepare.main, "--input", tmp_path, *options)
 
 
 def test_the_line_of_a_wrong_byte_is_named(tmp_path, refuses):

@@ -100,7 +100,10 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
 
 
 def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Document]:
-    """Yield each document in a chunk. All records are counted in `tally`."""
+    """Yield each document in a chunk. All records are counted in `tally`.
+
+    Raises UserError for a text file that --input names and that cannot be read.
+    """
     records = (unpacked(chunk.kind, place, record, cfg) for place, record in chunk.records)
     for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
@@ -113,6 +116,8 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         except ValueError as e:
             tally.characters["bad"] += characters(record)
             line = f", line {e.args[1]}" if chunk.kind == "txt" and e.args[1:] else ""
+            if chunk.kind == "txt" and place in cfg.input:  # the file is one record
+                raise UserError(f"--input {place}{line}: {e.args[0]}") from None
             tally.reject(place + line, str(e.args[0]))
             continue
         if chunk.kind in ("csv", "tsv"):
