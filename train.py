@@ -148,6 +148,8 @@ def main() -> None:
     # ---- All ranks must read the same files with the same programs. The least memory counts.
     facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
     facts |= {"code": code_sha256()} | resume.data_hashes(sets)
+    changed_code = progress.code not in ("", facts["code"])
+    progress.code = facts["code"]
     if origin and (origin / MANIFEST).exists():
         facts["checkpoint"] = file_sha256(origin / MANIFEST)
     gathered = machine.gather((facts, memory_capacity(machine.device)))
@@ -178,6 +180,8 @@ def main() -> None:
         say(f"resumed from {origin} at step {progress.step}, with its settings")
         if changed := resume.settings_changed(saved, cfg, sets):
             say(f"changed since the checkpoint: {', '.join(changed)}")
+        if changed_code:
+            say("note: the code has changed since the checkpoint: other steps may follow from it")
         if plan.steps == progress.step:
             say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")
 

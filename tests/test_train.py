@@ -302,6 +302,13 @@ def test_ranks_with_other_code_have_another_hash(tmp_path):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+def test_a_resume_says_that_the_code_has_changed(tiny_data, tmp_path, capsys, monkeypatch):
+    for steps, code, is_said in ((2, "a", False), (3, "a", False), (4, "b", True)):
+        monkeypatch.setattr(train, "code_sha256", lambda code=code: code)
+        train_tiny(tiny_data, tmp_path, f"--max_steps={steps}", "--init_from=auto")
+        assert ("code has changed" in capsys.readouterr().out) == is_said
+
+
 def test_what_a_stopped_compilation_left_empty_is_deleted(tmp_path, refuses, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for name, size in (("aa/a.main.so", 0), ("bb/b.main.so", 0), ("bb/c.main.so", 9)):

@@ -80,6 +80,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)  # the last 101 finite ones, for spike()
     bad_steps: int = 0  # steps skipped because their loss or gradient was not finite
     bad_in_a_row: int = 0  # how many such steps came in a row, up to the last step
+    code: str = ""  # SHA-256 of the .py files that trained it, as code_sha256() gives it
 
     @classmethod
     def of_checkpoint(cls, training: dict[str, Any]) -> "Progress":
@@ -88,7 +89,7 @@ class Progress:
         If the run ended because of too many bad steps in a row, their count starts again at 0.
         Raises UserError if a value is missing, or of another kind.
         """
-        newer = dict.fromkeys(("epoch_tokens", "epoch_shift", "data_begun"), 0)
+        newer = {"epoch_tokens": 0, "epoch_shift": 0, "data_begun": 0, "code": ""}
         training = newer | training  # a checkpoint may be older than these fields
         for name, default in asdict(cls()).items():
             if type(training.get(name)) is not type(default):
