@@ -3,7 +3,7 @@
 # `--judge=val_document_loss` (each document alone, from its own beginning).
 #   python -m bench.lab bench/questions/documents.py --dataset=NAME
 question = "Should attention stay within a document, and a document stay in one window?"
-config = "config/docs.py"
+config = "config/docs_large.py"
 n_layer = 3
 n_embd = 96
 n_head = 3
