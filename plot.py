@@ -32,9 +32,9 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 # The first of these fonts that is installed serves where the usual one lacks a character.
 CHINESE = ["Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei"]
 LOSSES = ("loss", "val_loss", "train_eval_loss")
-# The simplest models of the data, and what they know (text/landmarks.py).
-LANDMARKS = {"uniform": "equal probabilities", "unigram": "single-token frequencies"}
-LANDMARKS |= {"bigram": "token pairs"}
+# The n-gram baselines, and what each knows (text/baselines.py).
+BASELINES = {"uniform": "equal probabilities", "unigram": "single-token frequencies"}
+BASELINES |= {"bigram": "token pairs"}
 # x axis -> its label, the key of what is counted along it, and the unit
 AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES |= {"time": ("hours of training, without pauses", "step_ms", 3.6e6)}
@@ -105,7 +105,7 @@ class Run:
 
     name: str  # the end of its path, as out/docs, and its lowest loss on the data judged last
     settings: dict[str, Any]
-    landmarks: dict[str, float]  # in the unit of the y axis, as the losses are
+    baselines: dict[str, float]  # in the unit of the y axis, as the losses are
     curves: dict[str, np.ndarray]  # key -> x and y of its points: (2, points)
 
 
@@ -138,7 +138,7 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         scales = bits / np.interp(at, *curves["val_loss"])  # a mixture's weights change them
         for key in curves.keys() & {*LOSSES}:
             curves[key][1] *= np.interp(curves[key][0], at, scales)
-    landmarks = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}
+    baselines = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}
     # A path may be long, and may hold bytes that are not UTF-8.
     name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
     if "val_loss" in curves:
@@ -155,7 +155,7 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         at, counted = np.append(0, at), np.append(0, counted) / unit
         for curve in curves.values():
             curve[0] = np.interp(curve[0], at, counted)
-    return Run(name, start["settings"], landmarks, curves)
+    return Run(name, start["settings"], baselines, curves)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -235,7 +235,7 @@ def picture(runs: list[Run], kind: str, x: str, y: str) -> bytes:
 def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) -> None:
     """Draw a run into the axes of the losses and of the learning rate.
 
-    in_legend: explain the curves in the legend, and draw the landmarks of the data.
+    in_legend: explain the curves in the legend, and draw the baselines of the data.
     """
     from matplotlib.colors import to_rgb
 
@@ -257,10 +257,10 @@ def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) ->
             losses.plot(x, y, **style)
     rates.plot(*run.curves.get("lr", np.empty((2, 0))), color=colour, lw=1)
     bottom, top = losses.get_ylim()
-    for name, loss in run.landmarks.items():
+    for name, loss in run.baselines.items():
         if in_legend and bottom < loss < top:
             losses.axhline(loss, color="#666666", lw=0.8, ls=(0, (6, 3)), zorder=0)
-            text = f"loss of {LANDMARKS[name]}: {loss:.2f}"
+            text = f"loss of {BASELINES[name]}: {loss:.2f}"
             middle = losses.get_yaxis_transform()  # x as a fraction of the axis, y as a loss
             losses.text(0.4, loss, text, transform=middle, va="bottom", fontsize=8)
 

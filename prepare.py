@@ -61,11 +61,11 @@ from hardware.disk import (
 )
 from hardware.terminal import harmless
 from text import nanogpt, report
+from text.baselines import ngram_losses
 from text.dataset import open_dataset, verify
 from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
-from text.landmarks import count_landmarks
 from text.records import RULES, Tally
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
@@ -224,7 +224,7 @@ def write_set(
     if tally.has_conversations:
         for split, counts in writer.counts.items():
             counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
-    meta["landmarks"] = count_landmarks(folder, meta)
+    meta["landmarks"] = ngram_losses(folder, meta)
     meta["sources"] = report.describe_sources(cfg, sources, skipped)
     meta["settings"] = {name: getattr(cfg, name) for name in OF_DOCUMENTS} | {"rules": RULES}
     write_whole(folder / "meta.json", json_bytes(sealed(meta)))

@@ -361,5 +361,5 @@ def test_a_loss_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
     counts = open_datasets("chat", chat_data)[0].learned("val", "answers")
     loss, bits = metrics(run, "val_loss")[8], metrics(run, "val_bits_per_byte")[8]
     assert bits == pytest.approx(loss / np.log(2) * counts["tokens"] / counts["bytes"])
-    # A landmark of all tokens is none for answers.
+    # A baseline of all tokens is none for answers.
     assert "bigram" not in (run / "metrics.jsonl").read_text()

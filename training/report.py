@@ -31,7 +31,7 @@ from hardware.disk import set_aside
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from model import GPTConfig
-from text.landmarks import mixed_landmarks
+from text.baselines import mixed_baselines
 from text.windows import DataSet
 from training.evaluate import judged_by, val_hashes
 from training.huggingface import architecture_of
@@ -326,7 +326,7 @@ def first_records(
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
         "judged_by": judged_by(cfg, val_hashes(sets)),
-        "landmarks": mixed_landmarks(sets, cfg.loss_on),
+        "landmarks": mixed_baselines(sets, cfg.loss_on),
     }
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):
