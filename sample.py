@@ -52,7 +52,7 @@ from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
 from model import GPT, KVCache
-from text.chat import answer_header, marks_of, message_ids
+from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
@@ -315,8 +315,8 @@ class Conversation:
         self.tokenizer = tokenizer
         self.cfg = cfg
         self.window = window(cfg, model)
-        _, self.end_mark = marks_of(tokenizer)
-        self.ending = [self.end_mark, *tokenizer.encode("\n").tolist()]  # of a message
+        _, self.end_id = chatml_ids(tokenizer)
+        self.ending = [self.end_id, *tokenizer.encode("\n").tolist()]  # of a message
         self.header = answer_header(tokenizer)
         self.opening = list(tokenizer.prefix)  # what each conversation begins with
         if cfg.system:
@@ -366,7 +366,7 @@ class Conversation:
         answer: list[int] = []
         try:
             for (token,) in next_tokens(self.model, ids, limit, self.cfg, cache=self.cache):
-                if token in (self.end_mark, self.tokenizer.eos_id):
+                if token in (self.end_id, self.tokenizer.eos_id):
                     remark = ""
                     break
                 answer.append(token)
@@ -393,7 +393,7 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
 
     Print a note if it has learned from none, or perhaps in another template than --chat writes.
     """
-    if not marks_of(tokenizer):
+    if not chatml_ids(tokenizer):
         raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
     template = chat_template(folder)
     if not template:

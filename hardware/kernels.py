@@ -111,7 +111,7 @@ SHORT = 256  # tokens (bench/LOG.md)
 
 
 @dataclass
-class Piece:
+class Span:
     """A part of a sequence, and its next neighbours if they are alike: attention computes them
     together.
     """
@@ -121,7 +121,7 @@ class Piece:
     mask: Tensor | None  # True where a query sees a key; None: all keys up to its own
 
 
-class Pieces:
+class Spans:
     """B sequences of T tokens, cut so that attention needs no T x T mask.
 
     They are cut where documents begin. Short documents stay together, in pieces of SHORT tokens and
@@ -133,7 +133,7 @@ class Pieces:
     def __init__(self, begins: Tensor):
         """begins: as in document_mask()."""
         T = begins.size(1)
-        self.pieces: list[Piece] = []
+        self.spans: list[Span] = []
         for row in begins.numpy():
             edges = np.flatnonzero(row == np.arange(T))  # where documents begin
             start = 0
@@ -147,11 +147,11 @@ class Pieces:
         length = len(documents)
         if documents[0] != documents[-1]:
             mask = (documents[:, None] == documents[None, :]).tril()
-            self.pieces.append(Piece(1, length, mask))
-        elif self.pieces and self.pieces[-1].mask is None and self.pieces[-1].length == length:
-            self.pieces[-1].count += 1
+            self.spans.append(Span(1, length, mask))
+        elif self.spans and self.spans[-1].mask is None and self.spans[-1].length == length:
+            self.spans[-1].count += 1
         else:
-            self.pieces.append(Piece(1, length, None))
+            self.spans.append(Span(1, length, None))
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
@@ -170,20 +170,20 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
 
 
 @never_compiled
-def attend_pieces(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float
+def attend_spans(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, cut: Spans, dropout: float
 ) -> Tensor:
     """Return the attention of each piece. All are (B, nh, T, hs)."""
     B, nh, T, hs = q.shape
     # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
     # backward pass is one concatenation, cuts all of them.
-    rows = [piece.count * piece.length for piece in cut.pieces]
+    rows = [span.count * span.length for span in cut.spans]
     parts = [x.transpose(1, 2).reshape(B * T, nh, hs).split(rows) for x in (q, k, v)]
     results = []
-    for piece, *qkv in zip(cut.pieces, *parts, strict=True):
+    for span, *qkv in zip(cut.spans, *parts, strict=True):
         # (count, nh, length, hs)
-        a, b, c = (x.view(piece.count, piece.length, nh, hs).transpose(1, 2) for x in qkv)
-        y = kernels.attend(a, b, c, piece.mask, dropout)
+        a, b, c = (x.view(span.count, span.length, nh, hs).transpose(1, 2) for x in qkv)
+        y = kernels.attend(a, b, c, span.mask, dropout)
         results.append(y.transpose(1, 2).reshape(-1, nh, hs))
     return torch.cat(results).view(B, T, nh, hs).transpose(1, 2)
 
@@ -380,12 +380,12 @@ class CPUKernels(EagerKernels):
             return super().rotate(x, rope)
         return RotationOnCPU.apply(x, *rope)
 
-    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> Pieces:
-        return Pieces(begins)
+    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> Spans:
+        return Spans(begins)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
-        if isinstance(mask, Pieces):
-            return attend_pieces(self, q, k, v, mask, dropout)
+        if isinstance(mask, Spans):
+            return attend_spans(self, q, k, v, mask, dropout)
         if plain_is_faster(q):
             return plain_attend(q, k, v, mask, dropout)
         return super().attend(q, k, v, mask, dropout)

@@ -14,10 +14,10 @@ from test_prepare import all_texts, tiktoken_file
 import prepare
 import train
 from model import GPT, PRESETS, GPTConfig
-from text.chat import answers_of, marks_of
+from text.chat import answer_bounds, chatml_ids
 from text.dataset import load_tokenizer, open_dataset, open_datasets, open_split, open_windows
 from text.hf_tokenizer import CHATML, to_hugging_face
-from text.packing import Counting
+from text.packing import LossWeights
 from text.report import document_texts, summary
 from text.tokenizer import IM_END, IM_START
 from text.windows import Loader
@@ -157,8 +157,8 @@ def test_no_text_can_write_a_mark(tmp_path):
     folder = prepared(tmp_path, records + make_records(60))
     meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
     ids = np.concatenate([open_split(folder, meta, split) for split in ("train", "val")])
-    assert [np.count_nonzero(ids == mark) for mark in marks_of(tokenizer)] == [40, 40]
-    assert set(marks_of(tokenizer)) == {3, 4}
+    assert [np.count_nonzero(ids == mark) for mark in chatml_ids(tokenizer)] == [40, 40]
+    assert set(chatml_ids(tokenizer)) == {3, 4}
     texts = all_texts(folder)
     assert f"{IM_START}user\n{letters}{IM_END}\n" in "".join(texts)
     assert sum(text.startswith(letters) for text in texts) == 60
@@ -208,7 +208,7 @@ def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tok
 
 def test_a_cut_answer_stays_within_its_document(chat_data):
     tokenizer = load_tokenizer(chat_data / "chat")
-    start, end = marks_of(tokenizer)
+    start, end = chatml_ids(tokenizer)
     header = tokenizer.encode("assistant\n").tolist()
     eos = tokenizer.eos_id
     for ids, bounds in (
@@ -219,8 +219,8 @@ def test_a_cut_answer_stays_within_its_document(chat_data):
         ([eos], []),
     ):
         ids = np.array(ids)
-        places = np.flatnonzero(np.isin(ids, [eos, start, end]))
-        assert answers_of(ids, places, tokenizer).tolist() == bounds
+        positions = np.flatnonzero(np.isin(ids, [eos, start, end]))
+        assert answer_bounds(ids, positions, tokenizer).tolist() == bounds
 
 
 # -- windows and losses --
@@ -297,9 +297,9 @@ def test_each_kind_of_window_learns_only_the_answers(chat_data, documents):
     for start in windows.fixed_starts(0):
         np.add.at(times, windows.targets(start)[windows.weights(start) > 0], 1)
     tokenizer = load_tokenizer(data.folder)
-    places = np.flatnonzero(np.isin(ids, [data.meta["eos_id"], *marks_of(tokenizer)]))
-    bounds = answers_of(ids, places, tokenizer)
-    is_answer = Counting(bounds, None).weights(np.arange(len(ids))) > 0
+    positions = np.flatnonzero(np.isin(ids, [data.meta["eos_id"], *chatml_ids(tokenizer)]))
+    bounds = answer_bounds(ids, positions, tokenizer)
+    is_answer = LossWeights(bounds, None).at(np.arange(len(ids))) > 0
     assert data.learned("train", "answers")["tokens"] == is_answer.sum()
     assert not times[~is_answer].any() and times.max() == 1
     if documents == "pad":  # the first 64 targets of each document
