@@ -96,7 +96,7 @@ def open_packed(folder: Path, T: int, documents: str = "pack", loss_per: str = "
 @pytest.mark.parametrize("T", [1, 16, 64, 1000])
 def test_packed_windows_learn_each_token_once(packed_set, T, monkeypatch):
     monkeypatch.setattr("text.packing.GROUP_SIZE", 50)
-    monkeypatch.setattr("text.packing.STRETCH", 1000)
+    monkeypatch.setattr("text.packing.CHUNK", 1000)
     windows = open_packed(packed_set, T)
     tokens = windows.tokens
     trained = []  # the targets of each window
