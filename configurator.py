@@ -144,7 +144,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def about(cls: type, name: str) -> Mapping[str, Any]:
+def metadata_of(cls: type, name: str) -> Mapping[str, Any]:
     """Return what option() was told of a setting; {} if it is a plain field.
 
     A class that only changes the default of an inherited setting need not repeat the rest.
@@ -158,25 +158,25 @@ def grouped(cls: type) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     heading = "Settings"
     for field in dataclasses.fields(cls):
-        heading = about(cls, field.name).get("group") or heading
+        heading = metadata_of(cls, field.name).get("group") or heading
         groups.setdefault(heading, []).append(field.name)
     return groups
 
 
-def accepted(kind: Any) -> str:
+def type_name(kind: Any) -> str:
     """Return what an error message or --help calls a type: int, true|false, a|b, text ..."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return f"{accepted(args[0])} ..."
+        return f"{type_name(args[0])} ..."
     names = {bool: "true|false", int: "int", float: "float", str: "text", dict: "{...}"}
-    return "|".join(map(accepted, args)) if args else names.get(kind, str(kind))
+    return "|".join(map(type_name, args)) if args else names.get(kind, str(kind))
 
 
-def takes(cls: type, name: str) -> str:
+def domain(cls: type, name: str) -> str:
     """Return what a setting accepts: choices, or type and limits: `float >= 0 and < 1`."""
-    said = about(cls, name)
-    kind = "|".join(said.get("choices", ())) or accepted(typing.get_type_hints(cls)[name])
-    limits = [f"{BOUNDS[limit][0]} {number}" for limit, number in said.get("limits", {}).items()]
+    meta = metadata_of(cls, name)
+    kind = "|".join(meta.get("choices", ())) or type_name(typing.get_type_hints(cls)[name])
+    limits = [f"{BOUNDS[limit][0]} {number}" for limit, number in meta.get("limits", {}).items()]
     return f"{kind} {' and '.join(limits)}".rstrip()
 
 
@@ -210,13 +210,13 @@ def convert(value: Any, kind: Any) -> Any:
     raise ValueError(value)
 
 
-def is_within(value: Any, said: Mapping[str, Any]) -> bool:
+def is_within(value: Any, meta: Mapping[str, Any]) -> bool:
     """Return whether a value is one of the choices and within the limits that option() was told."""
     if isinstance(value, tuple):
-        return all(is_within(one, said) for one in value)
+        return all(is_within(one, meta) for one in value)
     if isinstance(value, str):
-        return not said.get("choices") or value in said["choices"]
-    return all(BOUNDS[name][1](value, limit) for name, limit in said.get("limits", {}).items())
+        return not meta.get("choices") or value in meta["choices"]
+    return all(BOUNDS[name][1](value, limit) for name, limit in meta.get("limits", {}).items())
 
 
 def kind_of(cls: type, key: str, source: str) -> Any:
@@ -232,7 +232,7 @@ def kind_of(cls: type, key: str, source: str) -> Any:
     return kinds[key]
 
 
-def meant(cls: type, key: str, value: Any) -> dict[str, Any]:
+def expanded(cls: type, key: str, value: Any) -> dict[str, Any]:
     """Return the settings that a setting and its value are short for, by the table cls.SHORT."""
     return getattr(cls, "SHORT", {}).get((key, str(value)), {key: value})
 
@@ -246,9 +246,9 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     kind = kind_of(cls, key, source)
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
-        if is_within(values[key], about(cls, key)):
+        if is_within(values[key], metadata_of(cls, key)):
             return
-    problem = f"{key}={value!r:.80} is not accepted; it takes {takes(cls, key)}"
+    problem = f"{key}={value!r:.80} is not accepted; it takes {domain(cls, key)}"
     raise UserError(f"{source}: {problem}")
 
 
@@ -273,7 +273,7 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         raise UserError(f"{source}: {type(e).__name__}: {problem}") from None
     for key, value in namespace.items():
         if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            for name, meaning in meant(cls, key, value).items():
+            for name, meaning in expanded(cls, key, value).items():
                 set_value(cls, values, name, meaning, f"config file {path}")
 
 
@@ -284,13 +284,13 @@ def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: s
     `plot.py out/a out/b`. Without it, such an argument must be a config file.
     --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
     """
-    return checked(cls, given(cls, argv, doc, positional))
+    return validated(cls, given_settings(cls, argv, doc, positional))
 
 
-def checked(cls: type, values: dict[str, Any]) -> Any:
+def validated(cls: type, values: dict[str, Any]) -> Any:
     """Return a `cls` with these values, and defaults for the rest. Raises UserError for problems.
 
-    values: of the declared types, as given() returns them.
+    values: of the declared types, as given_settings() returns them.
     """
     config = cls(**values)
     problems = config.problems() if hasattr(config, "problems") else []
@@ -299,7 +299,7 @@ def checked(cls: type, values: dict[str, Any]) -> Any:
     return config
 
 
-def given(
+def given_settings(
     cls: type, argv: list[str] | None = None, doc: str = "", positional: str = ""
 ) -> dict[str, Any]:
     """Return {setting: value} of the config files and options of a command line, as in parse().
@@ -327,10 +327,10 @@ def given(
                     break
                 texts.append(argv.pop(0))
             if not texts and not is_switch:
-                raise UserError(f"--{key}: a value is missing; it takes {takes(cls, key)}")
+                raise UserError(f"--{key}: a value is missing; it takes {domain(cls, key)}")
             texts = texts or [True]
-            new = {key: [*options.get(key, []), *texts]} if is_list else meant(cls, key, texts[0])
-            options |= new
+            many = [*options.get(key, []), *texts]
+            options |= {key: many} if is_list else expanded(cls, key, texts[0])
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):
@@ -360,8 +360,9 @@ def help_text(cls: type, doc: str) -> str:
         for name in names:
             default = getattr(cls, name, "")
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            choices = takes(cls, name).replace("|", " | ")
-            line = f"{f'  --{name}={default}':<34} {about(cls, name).get('help', '')} [{choices}]"
+            choices = domain(cls, name).replace("|", " | ")
+            text = metadata_of(cls, name).get("help", "")
+            line = f"{f'  --{name}={default}':<34} {text} [{choices}]"
             out.append(folded(line, width, indent=33))
     return "\n".join(out)
 

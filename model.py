@@ -89,8 +89,8 @@ class GPTConfig:
         check_shape(self)
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        of_mlp = round_up(8 * self.n_embd // 3, 64) if self.gated else 4 * self.n_embd
-        self.d_ff = self.d_ff or of_mlp
+        default_width = round_up(8 * self.n_embd // 3, 64) if self.gated else 4 * self.n_embd
+        self.d_ff = self.d_ff or default_width
         self.qkv_bias = self.qkv_bias and not self.bias  # bias says it already
         if self.pos == "learned":
             self.rope_theta = 10000.0  # it has no meaning here
@@ -155,14 +155,14 @@ class Kernels:
         a, b = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-b, a), dim=-1) * sin
 
-    def document_mask(self, gpt: "GPT", begins: Tensor, dtype: torch.dtype) -> Any:
+    def document_mask(self, gpt: "GPT", starts: Tensor, dtype: torch.dtype) -> Any:
         """Return the mask of attend() by which a token sees its own document up to itself.
 
         begins: position at which the document of each token begins, (B, T). Two tokens of a
         sequence are in one document if these numbers are equal. The mask, (B, 1, T, T), is 0 where
         a query sees a key and -inf elsewhere. It is made once for all layers. dtype: of queries.
         """
-        seen = (begins[:, None, :, None] == begins[:, None, None, :]).tril()
+        seen = (starts[:, None, :, None] == starts[:, None, None, :]).tril()
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
@@ -459,13 +459,13 @@ class GPT(nn.Module):
         positions = slice(0, T) if cache is None else cache.positions(T)
         mask = None
         if eos_id is not None:
-            place = torch.arange(T, device=idx.device)
+            position = torch.arange(T, device=idx.device)
             # (B, T): where the document of each token begins; of 5 7 eos 3 4 it is 0 0 2 2 2
-            begins = torch.where(idx == eos_id, place, 0).cummax(dim=1).values
+            starts = torch.where(idx == eos_id, position, 0).cummax(dim=1).values
             # With RoPE, only the distance of two tokens counts, and that is the same in a document.
             if self.wpe is not None:
-                positions = place - begins  # (B, T)
-            mask = self.kernels.document_mask(self, begins, product_dtype(self.wte.weight))
+                positions = position - starts  # (B, T)
+            mask = self.kernels.document_mask(self, starts, product_dtype(self.wte.weight))
 
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:

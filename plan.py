@@ -19,17 +19,17 @@ from itertools import product
 import torch
 
 import configurator
-from configurator import UserError, checked, columns, folded, given, option, row
+from configurator import UserError, columns, folded, given_settings, option, row, validated
 from hardware.machine import memory_advice, memory_capacity, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
 from training.banner import rows_of_model, rows_of_plan
-from training.huggingface import shape_in
-from training.memory import SHARDS, Step, largest_batch, needed, overhead, step_memory
-from training.parallel import plan_of
+from training.huggingface import read_shape
+from training.memory import SHARDS, Step, bytes_needed, largest_batch, overhead, step_memory
+from training.parallel import plan_run
 from training.plan import Plan
-from training.resume import longer, with_data, with_model
+from training.resume import extend_context, with_data, with_model
 from training.settings import TrainConfig, model_config
 
 
@@ -90,7 +90,7 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     windows = [open_windows(data, "train", T, **ways) for data in sets]
     epoch_tokens = T * sum(w.n_windows for w in windows)
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
-    planned, plan, step = plan_of(cfg, model, size, epoch_tokens, device.bytes)
+    planned, plan, step = plan_run(cfg, model, size, epoch_tokens, device.bytes)
     return PlannedRun(planned, sets, model, device, plan, step)
 
 
@@ -114,7 +114,7 @@ def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
     """
     if cfg.init_from == "scratch":
         return model_config(cfg, vocab_size)
-    return longer(replace(shape_in(cfg.init_from), dropout=cfg.dropout), cfg)
+    return extend_context(replace(read_shape(cfg.init_from), dropout=cfg.dropout), cfg)
 
 
 def named_gpu(cfg: PlanConfig) -> Device:
@@ -208,7 +208,7 @@ def print_choices(run: PlannedRun) -> PlannedRun:
             choices[f"--optimizer={name}"] = replace(step, optimizer=name)
     rows = {}
     for flags, choice in choices.items():
-        size = needed(run.model, choice)
+        size = bytes_needed(run.model, choice)
         largest = largest_batch(run.model, choice, run.device.bytes)
         mark = "  <- as it is" if choice == step else ""
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
@@ -227,7 +227,7 @@ def print_choices(run: PlannedRun) -> PlannedRun:
 
 
 def fits(run: PlannedRun, step: Step) -> bool:
-    return needed(run.model, step) <= run.device.bytes
+    return bytes_needed(run.model, step) <= run.device.bytes
 
 
 # ---- Time ----
@@ -239,8 +239,8 @@ def repeated_flops(model: GPT, T: int) -> int:
     (In eager mode torch leaves out the last product of each block.)
     """
     c = model.config
-    in_blocks = model.num_params()["matmul"] - c.vocab_size * c.n_embd  # weights: two FLOPs each
-    return 2 * in_blocks + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
+    weights = model.num_params()["matmul"] - c.vocab_size * c.n_embd  # of the blocks: 2 FLOPs each
+    return 2 * weights + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
 
 
 def print_time(run: PlannedRun) -> None:
@@ -264,11 +264,11 @@ def print_time(run: PlannedRun) -> None:
 def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
     """Return how long so many FLOPs take, and the energy, at some fractions of the peak."""
     cfg = run.cfg
-    at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
+    hours_at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
     # A peak that is given may be a measured speed: a fraction of it would say nothing.
     for fraction in (1.0,) if cfg.peak_tflops else (0.15, 0.2, 0.3, 0.4, 0.55):
-        hours = at_peak / fraction
+        hours = hours_at_peak / fraction
         text = duration(hours)
         if run.device.watts:
             kwh = hours * run.device.watts * cfg.nproc / 1e3
@@ -302,7 +302,7 @@ def print_network(run: PlannedRun) -> None:
 
 
 def main() -> None:
-    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__)))
+    cfg = validated(PlanConfig, with_model(given_settings(PlanConfig, doc=__doc__)))
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")

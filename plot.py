@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from configurator import UserError, note, option, parse, run
-from hardware.disk import write_whole
+from hardware.disk import atomic_write
 from training.metrics import evaluations, read_metrics
 
 TITLE = "Losses of training runs, by plot.py"  # each picture contains it, and is known by it
@@ -39,7 +39,7 @@ BASELINES |= {"bigram": "token pairs"}
 AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES |= {"time": ("hours of training, without pauses", "step_ms", 3.6e6)}
 # Settings that say where a run is, not what it trains.
-PLACES = {"run_name", "out_dir", "data_dir", "init_from", "tracker"}
+IGNORED_SETTINGS = {"run_name", "out_dir", "data_dir", "init_from", "tracker"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def main() -> None:
     if png.exists() and TITLE.encode() not in png.read_bytes():
         raise UserError(f"{png} was not drawn by this version: move it away, or give --png")
     try:
-        write_whole(png, picture(runs, png.suffix[1:], cfg.x, cfg.y))
+        atomic_write(png, picture(runs, png.suffix[1:], cfg.x, cfg.y))
     except ImportError as e:
         raise UserError(f"{e}: pip install matplotlib") from None
     print(png)
@@ -174,7 +174,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def differences(runs: list[Run]) -> list[str]:
     """Return for each run its values of the settings that are not the same in all."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in PLACES)
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in IGNORED_SETTINGS)
     varied = [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
     return [" ".join(f"{k}={run.settings.get(k, '?')}" for k in varied) for run in runs]
 

@@ -50,14 +50,14 @@ from pathlib import Path
 from configurator import UserError, columns, folded, note, parse, run
 from hardware.disk import (
     LOCK,
+    atomic_write,
     json_bytes,
     lock_file,
-    remove_only,
+    remove_files,
     sealed,
     set_aside,
     sync_to_disk,
     unseal,
-    write_whole,
 )
 from hardware.terminal import harmless
 from text import nanogpt, report
@@ -75,10 +75,10 @@ from training.metrics import read_metrics
 
 # What prepare.py writes in the folder of a data set, the only files that it deletes there.
 FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "train.bin", "val.bin", "meta.json"}
-FILES |= {f".{name}.tmp" for name in FILES}  # write_whole() was killed
+FILES |= {f".{name}.tmp" for name in FILES}  # atomic_write() was killed
 # The settings that decide the documents of a data set.
-OF_DOCUMENTS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
-OF_DOCUMENTS += ("max_record_mb", "separators")
+DOCUMENT_SETTINGS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
+DOCUMENT_SETTINGS += ("max_record_mb", "separators")
 
 
 def main() -> None:
@@ -112,7 +112,7 @@ def make_data_set(cfg: PrepareConfig) -> None:
     """Make the data set in a folder of its own, put it in the place of the old one, and report."""
     started = time.perf_counter()
     sources, skipped = find_input(cfg)
-    target = Path(cfg.data_dir) / name_of_set(cfg)
+    target = Path(cfg.data_dir) / data_set_name(cfg)
     if os.path.lexists(target):
         try:
             unseal(target / "meta.json")
@@ -123,7 +123,7 @@ def make_data_set(cfg: PrepareConfig) -> None:
     lock = lock_file(scratch / LOCK, "wait for it, or give another --name")
     new = scratch / "set"
     try:
-        remove_only(new, FILES)  # of a killed run
+        remove_files(new, FILES)  # of a killed run
         new.mkdir()
         meta = write_set(cfg, sources, skipped, new)
         text = f"\n{report.summary(meta, target)}\n{report.first_document(new, meta)}"
@@ -132,14 +132,14 @@ def make_data_set(cfg: PrepareConfig) -> None:
         e.filename = e.filename or str(scratch)  # a full disk does not name it
         raise
     finally:
-        remove_only(new, FILES)
-        remove_only(scratch, [LOCK])
+        remove_files(new, FILES)
+        remove_files(scratch, [LOCK])
         lock.release()
     print(folded(harmless(text), columns()))
     print(f"  made in {time.perf_counter() - started:.0f} s")
 
 
-def name_of_set(cfg: PrepareConfig) -> str:
+def data_set_name(cfg: PrepareConfig) -> str:
     """Return --name, or a name made from the first input.
 
     Raises UserError if this is not a plain folder name.
@@ -167,7 +167,7 @@ def replace(target: Path, new: Path, meta: dict) -> None:
     if old:
         with suppress(UserError):  # it is not whole
             if inputs_of(open_dataset(old)) == inputs_of(meta):
-                remove_only(old, FILES)
+                remove_files(old, FILES)
         if old.exists():
             note(f"the old data set, which is of other files or was changed, is {old} now")
 
@@ -226,8 +226,8 @@ def write_set(
             counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = ngram_losses(folder, meta)
     meta["sources"] = report.describe_sources(cfg, sources, skipped)
-    meta["settings"] = {name: getattr(cfg, name) for name in OF_DOCUMENTS} | {"rules": RULES}
-    write_whole(folder / "meta.json", json_bytes(sealed(meta)))
+    meta["settings"] = {name: getattr(cfg, name) for name in DOCUMENT_SETTINGS} | {"rules": RULES}
+    atomic_write(folder / "meta.json", json_bytes(sealed(meta)))
     return meta
 
 

@@ -59,7 +59,7 @@ from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import losses_of, newest_checkpoint, newest_run
 from training.evaluate import evaluate
 from training.huggingface import NANOGPT, from_pretrained, unverified
-from training.report import in_other_units
+from training.report import perplexity_and_bits
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SampleConfig:
 # The model and its tokenizer
 
 
-def window(cfg: SampleConfig, model: GPT) -> int:
+def window_size(cfg: SampleConfig, model: GPT) -> int:
     """Return how many tokens the model shall see. Raises UserError if it cannot see as many."""
     most = model.config.block_size
     if cfg.block_size > most:
@@ -166,23 +166,23 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     """
     folder, label = find_checkpoint(cfg)
     model = from_pretrained(folder)
-    of_model = tokenizer_of_model(folder)
-    found = [(str(folder), of_model)] if of_model else []
+    own_tokenizer = tokenizer_of_model(folder)
+    found = [(str(folder), own_tokenizer)] if own_tokenizer else []
     if cfg.tokenizer:
         found.append((f"--tokenizer={cfg.tokenizer}", find_tokenizer(cfg.tokenizer)))
     if cfg.eval:
         found.append((f"--eval {cfg.eval}", load_tokenizer(Path(cfg.eval))))
     if not found:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
-    origin, tokenizer = found[0]
+    first, tokenizer = found[0]
     for source, other in found[1:]:
         if not same_ids(other, tokenizer):
             again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
-            raise UserError(f"{source}: makes other ids than {origin}: {again}")
+            raise UserError(f"{source}: makes other ids than {first}: {again}")
     if tokenizer.vocab_size > model.config.vocab_size:
         sizes = f"{model.config.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
         raise UserError(f"{folder}: the model has {sizes}")
-    if origin.startswith("--eval"):
+    if first.startswith("--eval"):
         note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     return folder, ", ".join(filter(None, [label, size, unverified(folder)])), model, tokenizer
@@ -226,7 +226,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
 
 
-def typed(label: str, advice: str) -> Iterator[str]:
+def typed_lines(label: str, advice: str) -> Iterator[str]:
     """Yield each line that is typed, until the input ends.
 
     The label stands in front of each line, and the advice above all, if stdin is a terminal.
@@ -314,7 +314,7 @@ class Conversation:
         self.model = model
         self.tokenizer = tokenizer
         self.cfg = cfg
-        self.window = window(cfg, model)
+        self.window = window_size(cfg, model)
         _, self.end_id = chatml_ids(tokenizer)
         self.ending = [self.end_id, *tokenizer.encode("\n").tolist()]  # of a message
         self.header = answer_header(tokenizer)
@@ -415,7 +415,7 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
     compared between models with different tokenizers. Raises UserError if the data set was changed,
     or if a loss is not finite.
     """
-    T = window(cfg, model)
+    T = window_size(cfg, model)
     data = DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
     verify(folder, data.meta, "val")
     windows = open_windows(data, "val", T)
@@ -428,7 +428,7 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
         raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
     by_document = evaluate(model, packed, tokens, B, machine, eos_id=eos_id, bar=True)
     val = data.meta["splits"]["val"]
-    _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
+    _, _, units = perplexity_and_bits(loss, val["bytes"] / val["tokens"])
     losses = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
     return f"{losses} | {plural(count, 'window')} of {T:,} tokens"
 
@@ -447,7 +447,7 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     elif cfg.prompt and chat_template(folder).rstrip().endswith(CHATML):
         note(f"{folder} was trained on conversations: --chat asks it, --prompt continues a text")
     is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)
-    prompts: Iterable[str] = typed("you> " if cfg.chat else "prompt> ", advice)
+    prompts: Iterable[str] = typed_lines("you> " if cfg.chat else "prompt> ", advice)
     if not is_typed:
         prompts = read_prompts(cfg, folder)
         for prompt in prompts:  # one that is too long is an error before any output

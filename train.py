@@ -39,19 +39,19 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, given, row, run
+from configurator import UserError, given_settings, row, run
 from hardware.disk import MANIFEST, code_sha256, damage, file_sha256
 from hardware.kernels import pick_kernels
 from hardware.machine import (
     Clock,
     HostCopy,
     Machine,
+    full_tensor,
+    local_shard,
     memory_advice,
     memory_capacity,
-    part,
     start,
     stop_signals,
-    whole,
 )
 from hardware.peak import peak_tflops
 from model import GPT
@@ -78,9 +78,9 @@ from training.parallel import (
     check_capacity,
     compile_now,
     fits,
-    halved,
+    halve_batch,
     is_sharded_run,
-    plan_of,
+    plan_run,
     wrap,
 )
 from training.plan import Progress, lr_at, momentum_at
@@ -90,25 +90,25 @@ from training.settings import TrainConfig, model_config
 
 def main() -> None:
     # ---- Settings. A resumed run has those of its checkpoint, except for what is given now.
-    options = given(TrainConfig, doc=__doc__)
+    options = given_settings(TrainConfig, doc=__doc__)
     cfg = resume.settings_of_run(options)
 
     # ---- This process: its device and dtype, and the other ranks of the run.
-    machine = start(cfg.device, cfg.dtype, sparing=cfg.shard != "none")
-    say = machine.say
+    machine = start(cfg.device, cfg.dtype, trim_heap=cfg.shard != "none")
+    print0 = machine.print0
 
     # ---- Rank 0 locks the folder of the run, and decides from what the run starts (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. The others get its decision.
     # known: what is recorded of these weights, so that nothing is evaluated twice.
     folder = Path(cfg.out_dir) / cfg.run_name
-    origin = lock = None
+    init_path = lock = None
     known = {}
     if machine.is_main:
         lock = lock_run(folder)
-        origin = resume.find_start(cfg, folder)
-        known = resume.known_of(origin, folder)
+        init_path = resume.find_start(cfg, folder)
+        known = resume.known_results(init_path, folder)
         cfg = replace(resume.with_data(cfg), resume="no")  # decided
-    cfg, origin, known = machine.broadcast((cfg, origin, known))
+    cfg, init_path, known = machine.broadcast((cfg, init_path, known))
     resumes = "saved" in known
 
     # ---- Data: maps of the token files, and the windows of them that are read. One process of each
@@ -126,21 +126,21 @@ def main() -> None:
     saved = None
     progress = Progress()
     with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
-        if origin is None:
+        if init_path is None:
             model = GPT(model_config(cfg, sets[0].meta["vocab_size"]))
             torch.manual_seed(cfg.seed)  # the same weights on every rank
             model.init_weights(cfg.init)
         elif resumes:
             # Rank 0 has verified the files that it sees; here the other computers do.
-            if machine.local_rank == 0 and not machine.is_main and (problem := damage(origin)):
+            if machine.local_rank == 0 and not machine.is_main and (problem := damage(init_path)):
                 raise UserError(f"{problem}: all computers must have the same checkpoint")
-            saved = resume.read_state(origin)
-            model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
-            resume.check_fits(origin, saved, model.config, cfg, sets)
+            saved = resume.read_state(init_path)
+            model = from_pretrained(init_path, verify=False, dropout=cfg.dropout)
+            resume.check_fits(init_path, saved, model.config, cfg, sets)
             progress = resume.progress_of(saved, cfg, sets, known)
-            cfg = replace(cfg, init_from=resume.beginning_of(saved))
+            cfg = replace(cfg, init_from=resume.original_init_from(saved))
         else:
-            model = resume.model_to_tune(origin, cfg, sets, verify=machine.local_rank == 0)
+            model = resume.model_to_tune(init_path, cfg, sets, verify=machine.local_rank == 0)
         # A model that is sharded stays on the CPU until each device gets its shard.
         if not is_sharded_run(cfg, machine):
             model.to(machine.device)
@@ -150,8 +150,8 @@ def main() -> None:
     facts |= {"code": code_sha256()} | resume.data_hashes(sets)
     changed_code = progress.code not in ("", facts["code"])
     progress.code = facts["code"]
-    if origin and (origin / MANIFEST).exists():
-        facts["checkpoint"] = file_sha256(origin / MANIFEST)
+    if init_path and (init_path / MANIFEST).exists():
+        facts["checkpoint"] = file_sha256(init_path / MANIFEST)
     gathered = machine.gather((facts, memory_capacity(machine.device)))
     facts_of_ranks, capacities = zip(*gathered, strict=True)
     for rank, there in enumerate(facts_of_ranks):
@@ -167,23 +167,23 @@ def main() -> None:
     size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"
     saved_batch_size = saved.settings["batch_size"] if saved else 0
-    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
+    cfg, plan, size = plan_run(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
     check_capacity(model, size, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    say(banner(cfg, sets, loader, machine, plan, model, size))
-    say(row("       peak: ", source))
+    print0(banner(cfg, sets, loader, machine, plan, model, size))
+    print0(row("       peak: ", source))
     all_peak = peak * machine.world if peak else None  # TFLOPS of all devices together
     flops = model.flops_per_token(T)
     if note := pace_note(plan.batch_size * T * flops, plan.accum, peak, kind == "cuda"):
-        say(note)
+        print0(note)
     if saved:
-        say(f"resumed from {origin} at step {progress.step}, with its settings")
+        print0(f"resumed from {init_path} at step {progress.step}, with its settings")
         if changed := resume.settings_changed(saved, cfg, sets):
-            say(f"changed since the checkpoint: {', '.join(changed)}")
+            print0(f"changed since the checkpoint: {', '.join(changed)}")
         if changed_code:
-            say("note: the code has changed since the checkpoint: other steps may follow from it")
+            print0("note: the code has changed since the checkpoint: the steps may differ")
         if plan.steps == progress.step:
-            say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")
+            print0("nothing is left to do: raise max_steps, max_epochs or max_tokens")
 
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
     model.use(pick_kernels(machine.device, size.compiled))
@@ -193,10 +193,10 @@ def main() -> None:
     state_bytes, _ = optimizer_memory(model, size)
     tries = is_auto and not is_sharded_run(cfg, machine)
     while tries and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
-        cfg, plan, size = halved(cfg, plan, size, progress)
-        say(f"note: out of memory: batch_size={plan.batch_size} is tried, {plan.accum} micro-steps")
+        cfg, plan, size = halve_batch(cfg, plan, size, progress)
+        print0(f"note: out of memory: now batch_size={plan.batch_size}, {plan.accum} micro-steps")
     if size.compiled:
-        with memory_advice(plan.smaller(T)):
+        with memory_advice(plan.memory_hint(T)):
             compile_now(forward, first_batch(loader, plan, machine), machine, tokenizer.eos_id)
 
     # ---- Optimizer, and the scaler of fp16 gradients, which does nothing in other dtypes.
@@ -209,7 +209,7 @@ def main() -> None:
     records = []
     if machine.is_main:
         if resumes:
-            set_newer_aside(origin)
+            set_newer_aside(init_path)
         elif cfg.overwrite:
             lock = replace_run(folder, lock)
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
@@ -222,14 +222,14 @@ def main() -> None:
     # last iteration ends after its first half, at the end of the run or after too many bad steps. A
     # signal ends the loop anywhere, and the weights of the last whole step are saved.
     clock = Clock(machine, progress.step)
-    place_in_data = progress.samples - progress.data_begun
+    data_position = progress.samples - progress.data_begun
     stopped = False
     with (
         stop_signals() as signals,
-        memory_advice(plan.smaller(T)),
+        memory_advice(plan.memory_hint(T)),
         closing(report),
         closing(saver),
-        closing(read_ahead(loader, place_in_data, plan.batch_size, machine, clock)) as batches,
+        closing(read_ahead(loader, data_position, plan.batch_size, machine, clock)) as batches,
     ):
         start_step = progress.step
         for step in range(start_step, plan.steps + 1):
@@ -270,11 +270,11 @@ def main() -> None:
                 break
 
             # Learning rate and momentum are functions of the fraction of the run that is done.
-            place, end = plan.place(step), plan.place(plan.steps)
-            lr = lr_at(place, end, cfg)
+            position, end = plan.position(step), plan.position(plan.steps)
+            lr = lr_at(position, end, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
-                group["muon_momentum"] = momentum_at(place, end, cfg)
+                group["muon_momentum"] = momentum_at(position, end, cfg)
             # What dropout draws depends on seed, step and rank, but not on where the run was
             # resumed. 1,000,003 exceeds the number of ranks: no two of them share a seed.
             torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
@@ -307,7 +307,7 @@ def main() -> None:
     machine.gather(None)
     newest = newest_checkpoint(folder / "ckpt") if machine.is_main else None
     if newest:
-        say(f"checkpoint: {newest}")
+        print0(f"checkpoint: {newest}")
     if dist.is_initialized():
         dist.destroy_process_group()
     if lock:
@@ -321,7 +321,7 @@ def main() -> None:
         advice += " weights are spoiled already, move the newest checkpoints away"
         raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
     if stopped:
-        say(f"stopped by a signal after step {progress.step}: {goes_on}")
+        print0(f"stopped by a signal after step {progress.step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.
         sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))
 
@@ -378,7 +378,7 @@ def take_step(
     if scaler.is_enabled():
         # GradScaler checks gradients alone: a loss that is not finite makes one of them NaN.
         factor = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
-        part(parameters[0].grad).mul_(factor)
+        local_shard(parameters[0].grad).mul_(factor)
     scaler.unscale_(optimizer)
     if weighted:
         # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,
@@ -386,8 +386,8 @@ def take_step(
         # is one over the mean of mean_weight. If nothing counts in this step, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor
-        torch._foreach_mul_([part(p.grad) for p in parameters], factor)
-    grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        torch._foreach_mul_([local_shard(p.grad) for p in parameters], factor)
+    grad_norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
     signalled = torch.full_like(mean_loss, len(signals))
     sums = all_sum(torch.stack([mean_loss / machine.world, signalled]))

@@ -43,7 +43,7 @@ def sync_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """Write a file, or replace it, in one step. A kill leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
@@ -67,11 +67,11 @@ def json_bytes(content: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def put_in_place(draft: Path, target: Path) -> None:
+def sync_and_rename(temporary: Path, target: Path) -> None:
     """Sync a folder of new files to the disk, then rename it: target is whole, or not there."""
-    for path in (*draft.iterdir(), draft):
+    for path in (*temporary.iterdir(), temporary):
         sync_to_disk(path)
-    draft.rename(target)
+    temporary.rename(target)
     sync_to_disk(target.parent)
 
 
@@ -88,7 +88,7 @@ def set_aside(path: Path, name: str) -> Path:
     return path.rename(aside)
 
 
-def remove_only(folder: Path, names: Iterable[str]) -> None:
+def remove_files(folder: Path, names: Iterable[str]) -> None:
     """Delete the files and links with these names, then the folder if it is empty.
 
     Other files in it belong to somebody, and stay. If the folder itself is a link, nothing is
@@ -108,7 +108,7 @@ def remove_only(folder: Path, names: Iterable[str]) -> None:
 # Reading
 
 
-def only_plain(path: str | Path) -> None:
+def check_regular_file(path: str | Path) -> None:
     """Raise OSError if the path is not a plain file, with its content. (A FIFO may never end.)
 
     After `git clone` without Git LFS, a small text that names the content stands in its place.
@@ -123,7 +123,7 @@ def only_plain(path: str | Path) -> None:
 
 def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
-    only_plain(path)
+    check_regular_file(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -137,7 +137,7 @@ def read_object(path: Path) -> dict:
     Raises OSError if the file cannot be read. Raises ValueError, with a message of one line, if it
     does not contain a JSON object.
     """
-    only_plain(path)
+    check_regular_file(path)
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:

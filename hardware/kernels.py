@@ -47,11 +47,11 @@ class RMSNormOnCPU(torch.autograd.Function):
         grad = grad.float()
         normed = x.float() * scale  # (..., n)
         product = grad * normed
-        of_weight = product.flatten(0, -2).sum(0)  # (n,)
+        grad_weight = product.flatten(0, -2).sum(0)  # (n,)
         mean = product.mul_(weight).mean(-1, keepdim=True)  # (..., 1)
-        of_x = torch.mul(grad, weight, out=product)  # the memory of the product is free again
-        of_x.addcmul_(normed, mean, value=-1).mul_(scale)
-        return of_x.to(x.dtype), of_weight, None
+        grad_x = torch.mul(grad, weight, out=product)  # the memory of the product is free again
+        grad_x.addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class RotationOnCPU(torch.autograd.Function):
@@ -61,15 +61,15 @@ class RotationOnCPU(torch.autograd.Function):
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return turned(x, cos, sin, 1)
+        return rotated(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return turned(grad, cos, sin, -1).to(ctx.dtype), None, None
+        return rotated(grad, cos, sin, -1).to(ctx.dtype), None, None
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Rotate each pair (a, b) of x (..., hs) by the angles, or for sign -1 by their opposites."""
     half = x.size(-1) // 2
     a, b = x.float().split(half, dim=-1)
@@ -92,19 +92,19 @@ def compiled_block_mask() -> Callable:
 
 
 @never_compiled
-def flex_mask(begins: Tensor) -> BlockMask:
+def flex_mask(starts: Tensor) -> BlockMask:
     """Return the BlockMask by which FlexAttention keeps documents apart.
 
     It is compiled by itself. If the code that uses it also made it, torch 2.11 would lay it out in
     another way than FlexAttention reads it, where no gradient is wanted: all sequences of a batch
     but the first would read what lies behind the mask (bench/LOG.md).
     """
-    B, T = begins.shape
+    B, T = starts.shape
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (begins[b, query] == begins[b, key]) & (query >= key)
+        return (starts[b, query] == starts[b, key]) & (query >= key)
 
-    return compiled_block_mask()(seen, B, None, T, T, begins.device)
+    return compiled_block_mask()(seen, B, None, T, T, starts.device)
 
 
 SHORT = 256  # tokens (bench/LOG.md)
@@ -130,11 +130,11 @@ class Spans:
     """
 
     @never_compiled  # the pieces are others in each batch: code for them would be of no use
-    def __init__(self, begins: Tensor):
+    def __init__(self, starts: Tensor):
         """begins: as in document_mask()."""
-        T = begins.size(1)
+        T = starts.size(1)
         self.spans: list[Span] = []
-        for row in begins.numpy():
+        for row in starts.numpy():
             edges = np.flatnonzero(row == np.arange(T))  # where documents begin
             start = 0
             for end in [*edges[1:].tolist(), T]:
@@ -214,7 +214,7 @@ def loss_chunk(device_type: str) -> int:
     return 2**19 if device_type == "cpu" else 2**26
 
 
-def gradient_apart(logits_bytes: float, device_type: str) -> bool:
+def keeps_gradient(logits_bytes: float, device_type: str) -> bool:
     """Return whether ChunkedCrossEntropy holds the gradient beside the logits.
 
     That saves a second softmax, 15 to 30 % of the time of a demo's loss on a CPU. With a large
@@ -230,7 +230,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     F.cross_entropy would hold three fp32 tensors of (N, V). The gradient of a row is
     softmax(logits) - one_hot(target). It must not be written over the logits as long as another
-    term of the loss may use them. Where gradient_apart() says so, forward() writes it into a tensor
+    term of the loss may use them. Where keeps_gradient() says so, forward() writes it into a tensor
     of its own, while the row is still in the cache. Else it is written over the logits when the
     backward pass of all other terms is over: in the hook on the logits, which autograd calls with
     the sum of their gradients. backward() then returns zeros, which take no memory.
@@ -241,7 +241,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         factors = (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
         if weights is not None:
             factors = factors * weights[:, None]
-        now = ctx.needs_input_grad[0] and gradient_apart(logits.nbytes, logits.device.type)
+        now = ctx.needs_input_grad[0] and keeps_gradient(logits.nbytes, logits.device.type)
         gradient = torch.empty_like(logits) if now else logits
         loss = torch.zeros((), device=logits.device)
         for part, index, factor, out in row_chunks(logits, targets, factors, gradient):
@@ -253,7 +253,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(gradient, targets, factors)
         if ctx.needs_input_grad[0] and not now:
             ctx.waiting = waiting = []  # the hook must not hold the logits before backward() does
-            logits.register_hook(lambda others: over_logits(*waiting.pop(), others))
+            logits.register_hook(lambda others: add_gradient_in_place(*waiting.pop(), others))
         return loss
 
     @staticmethod
@@ -280,7 +280,7 @@ def write_gradient(log_p: Tensor, index: Tensor, factor: Tensor, out: Tensor) ->
     torch.mul(log_p.exp_().scatter_(1, index, picked.exp() - 1), factor, out=out)
 
 
-def over_logits(
+def add_gradient_in_place(
     logits: Tensor, targets: Tensor, factors: Tensor, grad: Tensor, others: Tensor
 ) -> Tensor:
     """Return the gradient of the chunked loss plus `others`, in the memory of the logits."""
@@ -343,14 +343,14 @@ class EagerKernels(Kernels):
 class CUDAKernels(EagerKernels):
     """FlexAttention where documents are kept apart. It never stores a T x T mask."""
 
-    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> BlockMask | Tensor:
+    def document_mask(self, gpt: GPT, starts: Tensor, dtype: torch.dtype) -> BlockMask | Tensor:
         compiled = self.compiled or torch.compiler.is_compiling()
         dropout = gpt.training and gpt.config.dropout > 0
         # FlexAttention needs Triton and a head_dim of at least 16. It has no dropout.
         if compiled and not dropout and gpt.config.head_dim >= 16:
-            if torch.cuda.get_device_capability(begins.device) >= (8, 0):
-                return flex_mask(begins)
-        return super().document_mask(gpt, begins, dtype)
+            if torch.cuda.get_device_capability(starts.device) >= (8, 0):
+                return flex_mask(starts)
+        return super().document_mask(gpt, starts, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
         if isinstance(mask, BlockMask):
@@ -380,8 +380,8 @@ class CPUKernels(EagerKernels):
             return super().rotate(x, rope)
         return RotationOnCPU.apply(x, *rope)
 
-    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> Spans:
-        return Spans(begins)
+    def document_mask(self, gpt: GPT, starts: Tensor, dtype: torch.dtype) -> Spans:
+        return Spans(starts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
         if isinstance(mask, Spans):

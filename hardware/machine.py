@@ -47,7 +47,7 @@ class Machine:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def say(self, text: str) -> None:
+    def print0(self, text: str) -> None:
         """Print a line, on rank 0 only. A progress bar stays below it."""
         if self.is_main:
             ProgressBar.write(text)
@@ -96,7 +96,7 @@ class HostCopy:
 # The start of a process
 
 
-def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine:
+def start(asked_device: str, asked_dtype: str, trim_heap: bool = False) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
     If torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
@@ -105,10 +105,10 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
     rank = int(os.environ.get("RANK", 0))
     # A cluster's script may set WORLD_SIZE where torchrun did not start this process.
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
-    local_rank, gpu = place_on_computer(asked_device, world)
+    local_rank, gpu = local_rank_and_gpu(asked_device, world)
     device = pick_device(asked_device, gpu)
     if device.type == "cpu":
-        tune_malloc(sparing)
+        tune_malloc(trim_heap)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
@@ -121,23 +121,23 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
     return Machine(rank, local_rank, world, device, dtype, reason, group)
 
 
-def place_on_computer(asked_device: str, world: int) -> tuple[int, int]:
+def local_rank_and_gpu(asked_device: str, world: int) -> tuple[int, int]:
     """Return the local rank of this process, and the number of its GPU among those that it sees.
 
     torchrun sets LOCAL_RANK. srun sets SLURM_LOCALID, and may show each process one GPU only.
     Raises UserError if neither is there, and all processes would take the first of several GPUs.
     """
-    place = os.environ.get("LOCAL_RANK")
-    if place or world == 1:
-        return int(place or 0), int(place or 0)
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank or world == 1:
+        return int(local_rank or 0), int(local_rank or 0)
     gpus = torch.cuda.device_count()
-    place = os.environ.get("SLURM_LOCALID")
-    if place is None and gpus > 1 and asked_device != "cpu":
+    local_rank = os.environ.get("SLURM_LOCALID")
+    if local_rank is None and gpus > 1 and asked_device != "cpu":
         advice = "start the run by torchrun or srun, or set it to the rank on this computer"
         raise UserError(
             f"LOCAL_RANK is not set, so all ranks would take one GPU of {gpus}: {advice}"
         )
-    return int(place or 0), int(place or 0) if gpus > 1 else 0
+    return int(local_rank or 0), int(local_rank or 0) if gpus > 1 else 0
 
 
 def obey_cpu_quota() -> None:
@@ -168,7 +168,7 @@ def connect(backend: str, device: torch.device) -> None:
     )
 
 
-def tune_malloc(sparing: bool) -> None:
+def tune_malloc(trim_heap: bool) -> None:
     """Make glibc keep large tensors that were freed, for the next step; sparing: give them back.
 
     If it returns them to the kernel, every step pays for new pages (bench/LOG.md). But where
@@ -179,7 +179,7 @@ def tune_malloc(sparing: bool) -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another C library, as on macOS or with musl
         return
-    if sparing:
+    if trim_heap:
         mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: larger blocks have pages of their own
     else:
         # M_MMAP_MAX: no block has pages of its own, which would be unmapped when it is freed.
@@ -250,12 +250,12 @@ def is_sharded(x: torch.Tensor) -> bool:
     return hasattr(x, "device_mesh")
 
 
-def part(x: torch.Tensor) -> torch.Tensor:
+def local_shard(x: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of x; x itself if it is not sharded. No copy is made."""
     return x.to_local() if is_sharded(x) else x
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
+def full_tensor(x: torch.Tensor) -> torch.Tensor:
     """Return all of x, on every rank: all ranks must call this at the same time.
 
     A result that is still to be summed over the ranks, such as a norm, is summed.
@@ -373,22 +373,22 @@ def out_of_memory(e: BaseException) -> bool:
 # How much memory a device, a computer and its containers still give to this process
 
 
-def available(root: str = "/") -> float:
+def available_memory(root: str = "/") -> float:
     """Return the bytes of memory that the system and its containers still give.
 
     Where the system does not tell (macOS), this is all its memory. root: of the files that tell.
     """
     bounds: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there(f"{root}/proc/meminfo")):
+    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_or_empty(f"{root}/proc/meminfo")):
         bounds.append(1024 * int(free[1]))
     for group in control_groups(root, "memory"):
-        limit = read_if_there(group / "memory.max") or read_if_there(
+        limit = read_or_empty(group / "memory.max") or read_or_empty(
             group / "memory.limit_in_bytes"
         )
         if limit.strip().isdigit():  # else it is "max"
             # The other memory of a group holds files, and is taken back where it is needed. In
             # version 1, total_... counts the groups below, too.
-            stat = read_if_there(group / "memory.stat")
+            stat = read_or_empty(group / "memory.stat")
             kinds = "total_rss|total_shmem" if "total_rss" in stat else "anon|shmem|kernel"
             used = re.findall(rf"^(?:{kinds}) (\d+)$", stat, re.MULTILINE)
             bounds.append(int(limit) - sum(map(int, used)))
@@ -402,8 +402,8 @@ def cpu_quota(root: str = "/") -> float:
     """
     bounds = [float(os.cpu_count() or 1)]
     for group in control_groups(root, "cpu"):
-        v1 = [read_if_there(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-        numbers = (read_if_there(group / "cpu.max") or " ".join(v1)).split()
+        v1 = [read_or_empty(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        numbers = (read_or_empty(group / "cpu.max") or " ".join(v1)).split()
         if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # else it is "max", or -1
             bounds.append(int(numbers[0]) / int(numbers[1]))
     return min(bounds)
@@ -415,7 +415,7 @@ def control_groups(root: str, controller: str) -> Iterator[Path]:
     A container sees only its own, at the top. In version 2, one tree is for all controllers; in
     version 1, each has its own. (A controller can only be in one of the two.)
     """
-    listed = read_if_there(f"{root}/proc/self/cgroup")
+    listed = read_or_empty(f"{root}/proc/self/cgroup")
     versions = {rf"^\d+:(?:.*,)?{controller}(?:,.*)?:/(.*)": f"{controller}", r"^0::/(.*)": ""}
     for pattern, tree in versions.items():
         group = re.search(pattern, listed, re.MULTILINE)
@@ -425,11 +425,11 @@ def control_groups(root: str, controller: str) -> Iterator[Path]:
 
 def own_memory() -> float:
     """Return the bytes of memory that this process has; 0 where the system does not tell."""
-    rss = re.search(r"RssAnon:\s+(\d+) kB", read_if_there("/proc/self/status"))
+    rss = re.search(r"RssAnon:\s+(\d+) kB", read_or_empty("/proc/self/status"))
     return 1024 * int(rss[1]) if rss else 0
 
 
-def read_if_there(path: str | Path) -> str:
+def read_or_empty(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:
@@ -442,4 +442,4 @@ def memory_capacity(device: torch.device) -> float:
         free, total = torch.cuda.mem_get_info(device)
         return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run, on this computer
-    return available() / processes + own_memory()
+    return available_memory() / processes + own_memory()

@@ -30,14 +30,14 @@ class ProgressBar(tqdm):
         super().__init__(iterable, disable=disable, **options)
 
     @contextmanager
-    def below(self) -> Iterator[None]:
+    def pinned(self) -> Iterator[None]:
         """Keep the bar below all that is printed in the block, also warnings of other packages."""
         redirected = nullcontext() if self.disable else redirect_stderr(DummyTqdmFile(sys.stderr))
         with self, redirected:
             yield
 
 
-def in_a_terminal() -> bool:
+def is_terminal() -> bool:
     """Return whether lines can stand above a bar: not in `train.py | tee log`."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 

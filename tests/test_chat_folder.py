@@ -18,7 +18,7 @@ from hardware.disk import damage
 from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.hf_tokenizer import CHATML
-from training.checkpoint import OUR_FILES
+from training.checkpoint import CHECKPOINT_FILES
 
 THEIRS = {"chat_template": "{{ messages }}"}
 SHORT = ["--max_steps=1", "--eval_tokens=64"]
@@ -132,7 +132,7 @@ def test_a_checkpoint_has_chat_files_in_its_manifest(chat_folder):
     ends = [tokenizer.eos_id, chatml_ids(tokenizer)[1]]
     assert read(chat_folder / "generation_config.json")["eos_token_id"] == ends
     assert CHAT_FILES <= read(chat_folder / "manifest.json").keys()
-    assert {path.name for path in chat_folder.iterdir()} <= {*OUR_FILES}
+    assert {path.name for path in chat_folder.iterdir()} <= {*CHECKPOINT_FILES}
     assert not damage(chat_folder)
 
 

@@ -18,7 +18,7 @@ from test_model import make as make_model
 import plan
 import sample
 import train
-from configurator import UserError, given
+from configurator import UserError, given_settings
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path, trains, refus
     torch.save(content, tmp_path / "ckpt.pt")
     theirs = from_pretrained(tmp_path / "ckpt.pt")
     assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
-    assert huggingface.shape_in(tmp_path / "ckpt.pt") == theirs.config
+    assert huggingface.read_shape(tmp_path / "ckpt.pt") == theirs.config
     assert "a vocabulary of 300" in refuses(lambda: trains(f"--init_from={tmp_path}/ckpt.pt"))
 
 
@@ -467,7 +467,7 @@ def test_the_last_init_from_decides_whether_a_run_resumes(tmp_path):
         (["--init_from=auto", "--init_from=x"], ("x", "auto")),
         (["--init_from=resume"], ("scratch", "yes")),
     ):
-        cfg = TrainConfig(**given(TrainConfig, argv))
+        cfg = TrainConfig(**given_settings(TrainConfig, argv))
         assert (cfg.init_from, cfg.resume) == expected, argv
 
 

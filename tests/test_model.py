@@ -137,7 +137,7 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(
     dtype, error, apart, monkeypatch
 ):
     """Of 37 rows, 10 fit into a chunk. Some rows have no target, and some columns are padding."""
-    monkeypatch.setattr(kernels, "gradient_apart", lambda *logits: apart)
+    monkeypatch.setattr(kernels, "keeps_gradient", lambda *logits: apart)
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(37, 50_304, generator=rng).mul(3).to(dtype)
     logits[:, 50_257:] = -math.inf
@@ -157,7 +157,7 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(
 @pytest.mark.parametrize("first", [False, True])
 def test_a_term_of_the_loss_sees_intact_logits(first, apart, monkeypatch):
     """GPT.loss with the z-loss that readers add, before or after the cross-entropy."""
-    monkeypatch.setattr(kernels, "gradient_apart", lambda *logits: apart)
+    monkeypatch.setattr(kernels, "keeps_gradient", lambda *logits: apart)
 
     class WithTerm(GPT):
         def loss(self, x, targets, weights, reduction):

@@ -13,8 +13,8 @@ from hardware.terminal import plural
 from model import GPT
 from text.windows import DataSet, Loader
 from training.huggingface import architecture_of, caveat
-from training.memory import Step, largest_batch, needed
-from training.plan import FAR_OFF, Plan, off
+from training.memory import Step, bytes_needed, largest_batch
+from training.plan import MAX_DEVIATION, Plan, deviation
 from training.settings import TrainConfig
 
 MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
@@ -42,7 +42,7 @@ def banner(
     if loader.eos_id is not None:
         fraction = fraction_within(loader)
         attention = f"within a document: {fraction:.0%} of the T x T pairs of tokens"
-    size = needed(model, step)
+    size = bytes_needed(model, step)
     capacity = memory_capacity(machine.device)
 
     rows = {
@@ -63,7 +63,7 @@ def banner(
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
-    if plan.begun_step == 0 and cfg.init_from == "scratch":
+    if plan.start_step == 0 and cfg.init_from == "scratch":
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
@@ -99,9 +99,9 @@ def rows_of_plan(
     if sets:
         length += f" = {plan.epochs_at(plan.steps):,.2f} epochs of {cfg.dataset or sets[0].name}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
-    if (place := plan.place(plan.begun_step)) != plan.begun_step:
-        length += f"\nnote: earlier steps had another size: {place / plan.place(plan.steps):.1%} of"
-        length += " the run is done, and the schedule continues from there"
+    if (done := plan.position(plan.start_step)) != plan.start_step:
+        length += f"\nnote: earlier steps had another size: {done / plan.position(plan.steps):.1%}"
+        length += " of the run is done, and the schedule continues from there"
     if warning := repetition_warning(tokens + plan.epoch_shift, plan.step_tokens, cfg, sets):
         length += f"\n{warning}"
     ratio = f"{tokens / model.num_params()['total']:.3g}"
@@ -150,7 +150,7 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
 
 def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
-    if off(step_tokens, cfg) <= FAR_OFF:
+    if deviation(step_tokens, cfg) <= MAX_DEVIATION:
         return ""
     ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
     return f"warning: {ratio}: set batch_tokens to a multiple of {cfg.block_size * world:,}"

@@ -41,12 +41,12 @@ from hardware.disk import (
     json_bytes,
     lock_file,
     manifest,
-    put_in_place,
-    remove_only,
+    remove_files,
     sealed,
     set_aside,
+    sync_and_rename,
 )
-from hardware.machine import Machine, part, whole
+from hardware.machine import Machine, full_tensor, local_shard
 from model import GPTConfig
 from text.dataset import files_of
 from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
@@ -60,7 +60,7 @@ from training.report import Report
 from training.settings import TrainConfig
 
 # The files that train.py writes to a checkpoint.
-OUR_FILES = [
+CHECKPOINT_FILES = [
     MANIFEST,  # deleted first: a folder without it does not count as a checkpoint
     "model.safetensors",
     "config.json",
@@ -144,24 +144,24 @@ class Saver:
         a warning: training goes on, since the earlier checkpoints are still there.
         """
         target = self.folder / f"step_{state['step']:08d}"
-        draft = target.with_name(f".tmp_{target.name}")
+        temporary = target.with_name(f".tmp_{target.name}")
         try:
-            draft.mkdir(parents=True)
-            save_weights(architecture_of(self.config), self.config, weights, draft)
+            temporary.mkdir(parents=True)
+            save_weights(architecture_of(self.config), self.config, weights, temporary)
             for name, content in self.files.items():
-                (draft / name).write_bytes(content)
-            with open(draft / "train_state.pt", "wb") as file:
+                (temporary / name).write_bytes(content)
+            with open(temporary / "train_state.pt", "wb") as file:
                 torch.save(state, file)
-            (draft / MANIFEST).write_bytes(json_bytes(manifest(draft)))
+            (temporary / MANIFEST).write_bytes(json_bytes(manifest(temporary)))
             if os.path.lexists(target):
                 set_aside(target, f"{target.name}_kept")
-            put_in_place(draft, target)
+            sync_and_rename(temporary, target)
         except (OSError, RuntimeError, MemoryError) as e:  # torch.save() wraps an OSError
             with suppress(OSError):
-                remove_only(draft, OUR_FILES)
+                remove_files(temporary, CHECKPOINT_FILES)
             reason = getattr(e.__context__ or e, "strerror", None) or e
             self.failed = f"{target} could not be written ({reason})"
-            self.machine.say(f"warning: {self.failed}; training goes on")
+            self.machine.print0(f"warning: {self.failed}; training goes on")
             return
         self.failed = ""
         self.report.saved(state["step"], target, time.perf_counter() - started)
@@ -184,14 +184,14 @@ class Saver:
         others = [path for path in others if step_of(path) != best_step]
         try:
             for path in others[self.keep :]:
-                remove_only(path, OUR_FILES)  # the manifest first: then it does not count any more
+                remove_files(path, CHECKPOINT_FILES)  # the manifest first: it stops counting
         except OSError as e:
-            self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
+            self.machine.print0(f"warning: an older checkpoint could not be deleted ({e})")
 
 
 def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:
     """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can mend that."""
-    finite = {name: part(p).isfinite().all() for name, p in model.named_parameters()}
+    finite = {name: local_shard(p).isfinite().all() for name, p in model.named_parameters()}
     flags = torch.stack(list(finite.values())).tolist()  # one wait for all
     broken = next((name for name, good in zip(finite, flags, strict=True) if not good), "")
     if broken := max(machine.gather(broken)):
@@ -208,7 +208,7 @@ def to_host(state: Any, keep: bool) -> Any:
     if isinstance(state, dict):
         return {k: to_host(v, keep) for k, v in state.items()}
     if isinstance(state, Tensor):
-        full = whole(state.detach())
+        full = full_tensor(state.detach())
         return full.to("cpu", copy=True) if keep else None
     return state
 
@@ -260,8 +260,8 @@ def lock_run(folder: Path) -> FileLock:
         raise UserError(f"{folder / 'ckpt'} is a link: out/RUN or out may be one, but not ckpt")
     advice = "stop it (a killed torchrun leaves its workers behind), or choose another --run_name"
     lock = lock_file(folder / LOCK, advice)
-    for draft in folder.glob("ckpt/.tmp_step_*"):
-        remove_only(draft, OUR_FILES)
+    for temporary in folder.glob("ckpt/.tmp_step_*"):
+        remove_files(temporary, CHECKPOINT_FILES)
     return lock
 
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
 from configurator import UserError
-from hardware.disk import MANIFEST, damage, only_plain, read_object
+from hardware.disk import MANIFEST, check_regular_file, damage, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 
 Weights = dict[str, torch.Tensor]  # name -> value
@@ -101,12 +101,12 @@ OURS = Architecture(  # for what no class computes
 ONLY_OURS = "no transformers class computes this architecture: only this project loads it"
 # Activation in a config.json of GPT-2 -> GPTConfig.mlp.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-FIRST_LENGTH = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Kind of scaling -> the names of GPTConfig.rope_scaling's numbers in a config.json.
 ROPE = {
     "default": [],
     "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH],
 }
 # Settings with the only value that is computed here: what the four classes read besides, and the
 # factors and caps of related classes. All other settings of a config.json are ignored: who wrote
@@ -126,7 +126,7 @@ def architecture_of(c: GPTConfig) -> Architecture:
     """
     for a in (GPT2, LLAMA, QWEN2, QWEN3):
         with suppress(ValueError):
-            if type(c)(**asdict(from_config(in_words_of(a, c)))) == c:
+            if type(c)(**asdict(from_config(hf_settings(a, c)))) == c:
                 return a
     return OURS
 
@@ -157,10 +157,10 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
     content |= {"bos_token_id": bos_id, "eos_token_id": eos_id}
     if a is OURS:
         content["note"] = ONLY_OURS
-    return content | in_words_of(a, c)
+    return content | hf_settings(a, c)
 
 
-def in_words_of(a: Architecture, c: GPTConfig) -> dict[str, Any]:
+def hf_settings(a: Architecture, c: GPTConfig) -> dict[str, Any]:
     """Return what a config.json of this architecture says of the shape c."""
     settings = {key: getattr(c, field) for field, key in a.keys.items()}
     settings["model_type"] = a.model_type
@@ -185,12 +185,12 @@ def from_config(d: dict) -> GPTConfig:
     Raises ValueError for an architecture that model.py does not have, for a value that a field does
     not accept, and for a setting that changes the logits in a way that is not computed here.
     """
-    of_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, OURS)}
+    by_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, OURS)}
     model_type = d.get("model_type")
-    if model_type not in of_type:
+    if model_type not in by_type:
         name = f"model_type={model_type!r} of {d.get('architectures')}"
-        raise ValueError(f"{name} is none of {', '.join(of_type)}")
-    a = of_type[model_type]
+        raise ValueError(f"{name} is none of {', '.join(by_type)}")
+    a = by_type[model_type]
     settings = a.defaults | {k: v for k, v in d.items() if v is not None}
     if a not in (GPT2, OURS):
         unpack_rope(settings)
@@ -198,7 +198,7 @@ def from_config(d: dict) -> GPTConfig:
     if a is GPT2:
         shape["mlp"] = GELUS.get(shape["mlp"], f"activation_function {shape['mlp']}")
     # In GPTConfig, 0 stands for what null stands for here.
-    c = checked({field: 0 if value is None else value for field, value in shape.items()})
+    c = checked_shape({field: 0 if value is None else value for field, value in shape.items()})
 
     expected = {}
     if a is OURS:
@@ -207,7 +207,7 @@ def from_config(d: dict) -> GPTConfig:
             advice = "if it does not change the model, delete the line"
             raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not known here: {advice}")
     else:
-        expected = FIXED | in_words_of(a, c)
+        expected = FIXED | hf_settings(a, c)
     layer_types = settings.get("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
     for key in settings.keys() & expected.keys() - {"n_ctx", "embd_pdrop", "attn_pdrop"}:
@@ -237,7 +237,7 @@ def unpack_rope(settings: dict[str, Any]) -> None:
     settings["rope_scaling"] = "" if kind == "default" else spec
 
 
-def checked(shape: dict[str, Any]) -> GPTConfig:
+def checked_shape(shape: dict[str, Any]) -> GPTConfig:
     """Return GPTConfig(**shape). Raises ValueError if a value is of another type, or too large."""
     for field in fields(GPTConfig):
         value = shape.get(field.name, field.default)
@@ -277,7 +277,7 @@ def is_transposed(a: Architecture, name: str, w: torch.Tensor) -> bool:
     return a is GPT2 and name.startswith("blocks.") and w.dim() == 2
 
 
-def stored_as(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> Weights:
+def hf_tensors(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> Weights:
     """Return one of our parameters as the class stores it: its names there -> the values.
 
     The padding of the vocabulary is cut off, and GPT-2's matrices are transposed.
@@ -297,7 +297,7 @@ def to_state(a: Architecture, c: GPTConfig, parameters: Weights) -> Weights:
     """Return our parameters as the class stores them, under its names."""
     stored = {}
     for name, w in parameters.items():
-        stored |= stored_as(a, c, name, w)
+        stored |= hf_tensors(a, c, name, w)
     if a is GPT2 and not c.bias:
         # The class always has biases here. Biases of zero compute the same as none.
         for key in [key for key in stored if ".h." in key or ".ln_f." in key]:
@@ -320,7 +320,7 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
     state = {}
     for name, ours in parameters.items():
         parts = []
-        for key, expected in stored_as(a, c, name, ours).items():
+        for key, expected in hf_tensors(a, c, name, ours).items():
             w = unused.pop(key, None)
             if w is None or w.shape != expected.shape or not w.is_floating_point():
                 shape = tuple(expected.shape)
@@ -370,7 +370,7 @@ def unverified(path: Path) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def file_errors(path: Path) -> Iterator[None]:
     """Turn an error that a damaged file can cause into a UserError of one line, with its path."""
     try:
         yield
@@ -382,7 +382,7 @@ def naming(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: damaged ({type(e).__name__}: {e})") from None
 
 
-def shape_in(path: str | Path) -> GPTConfig:
+def read_shape(path: str | Path) -> GPTConfig:
     """Return the shape of the model that from_pretrained() returns. Raises UserError like it."""
     path = Path(path)
     if path.suffix == NANOGPT and path.is_file():
@@ -390,7 +390,7 @@ def shape_in(path: str | Path) -> GPTConfig:
     if not (path / "config.json").exists():
         problem = "no folder of a model on this disk (it has no config.json)"
         raise UserError(f"{path}: {problem}, and nothing is downloaded")
-    with naming(path / "config.json"):
+    with file_errors(path / "config.json"):
         return from_config(read_object(path / "config.json"))
 
 
@@ -409,9 +409,9 @@ def from_pretrained(path: str | Path, verify: bool = True, **overrides: Any) -> 
     has_manifest = verify and (path / MANIFEST).exists()
     if has_manifest and (problem := damage(path, names, names)):
         raise UserError(f"{problem}; if you changed it yourself, delete {MANIFEST}")
-    is_nanogpt = path.suffix == NANOGPT
-    config, stored = read_nanogpt(path) if is_nanogpt else (shape_in(path), read_safetensors(path))
-    with naming(path if is_nanogpt else path / "model.safetensors"):
+    nanogpt = path.suffix == NANOGPT
+    config, stored = read_nanogpt(path) if nanogpt else (read_shape(path), read_safetensors(path))
+    with file_errors(path if nanogpt else path / "model.safetensors"):
         # First, because no file may make this program build more layers than it has weights for.
         if config.n_layer > len(stored):
             raise ValueError(f"there is no tensor of layer {len(stored)}")
@@ -433,7 +433,7 @@ def read_safetensors(folder: Path) -> Weights:
         if not index.exists():
             advice = "pytorch_model.bin could execute anything; transformers can save it anew"
             raise UserError(f"{folder}: there is no model.safetensors ({advice})")
-        with naming(index):
+        with file_errors(index):
             names = sorted({str(name) for name in read_object(index)["weight_map"].values()})
             for name in names:
                 if not name or Path(name).name != name or not name.isprintable():
@@ -441,8 +441,8 @@ def read_safetensors(folder: Path) -> Weights:
     stored = {}
     for name in names:
         path = folder / name
-        with naming(path):
-            only_plain(path)
+        with file_errors(path):
+            check_regular_file(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
     return stored
 
@@ -453,12 +453,12 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, Weights]:
     The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises UserError if it
     is not such a checkpoint.
     """
-    with naming(path):
-        only_plain(path)
+    with file_errors(path):
+        check_regular_file(path)
         saved = load_tensors(path)
         args = saved["model_args"]
         sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-        config = checked(PRESETS["gpt2"] | args | {name: args[name] for name in sizes})
+        config = checked_shape(PRESETS["gpt2"] | args | {name: args[name] for name in sizes})
         # torch.compile puts the prefix _orig_mod. before every name.
         state = {key.removeprefix("_orig_mod."): w for key, w in saved["model"].items()}
         return config, {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}

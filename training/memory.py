@@ -48,7 +48,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hardware.kernels import gradient_apart, loss_chunk
+from hardware.kernels import keeps_gradient, loss_chunk
 from hardware.machine import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
@@ -78,7 +78,7 @@ class Step:
     # Keep only the input of a block, and compute the rest a second time in the backward pass.
     recompute: bool = False
 
-    def of(self, cfg: TrainConfig) -> "Step":
+    def with_cfg(self, cfg: TrainConfig) -> "Step":
         """Return this step with what the settings say of it."""
         step = replace(self, optimizer=cfg.optimizer, shard=cfg.shard)
         documents = cfg.documents in ("mask", "pack")
@@ -174,7 +174,7 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
 
     # Of FSDP, ZeRO 1 to 3: whole weights, and buffers of the size of a block.
     weights = 4 * P / ranks + sum(b.nbytes for b in model.buffers())
-    whole = weights + (4 * (P if zero < 3 else outside) + 4 * block if zero else 0)
+    full = weights + (4 * (P if zero < 3 else outside) + 4 * block if zero else 0)
     cast = 2 if s == 2 else 0  # bytes per weight of autocast's copies
 
     # DDP puts gradients into its buckets in the last micro-step. Those of the earlier micro-steps
@@ -192,27 +192,27 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
         wte = {(4, False): 12, (2, True): 10}.get((s, step.compiled_whole), 8)
     last = before + L * own_block + own * 4 * (outside - head) + wte * head
     if zero:  # the gradients of the rest are averaged, when the whole weights are gone
-        gone = whole - weights if zero != 2 or step.accum == 1 else 0
+        gone = full - weights if zero != 2 or step.accum == 1 else 0
         last = max(last, before + L * own_block + 4 * outside * (2 + 1 / ranks) - gone)
     # In fp32, Inductor computes a tied head's gradient from the logits at the very end.
     late = logits if step.compiled_whole and c.tie_embeddings and s == 4 else 0
     loss = max(s * head, 4 * head - logits)  # the head's gradient, in the dtype and then in fp32
     if not step.compiled:  # rows in fp32; in fp16 all of them, three times
         rows = min(N * V, max(V, loss_chunk(step.device))) * 16 // s
-        rows += logits if gradient_apart(logits, step.device) else 0
+        rows += logits if keeps_gradient(logits, step.device) else 0
         loss = max(loss, 12 * N * V - logits if step.dtype == torch.float16 else rows)
 
     # when: weights, gradients, activations, logits, temporary
-    at_loss = whole + cast * (head + block * (1 if step.recompute else L))
+    at_loss = full + cast * (head + block * (1 if step.recompute else L))
     moments = {
         "at the loss": (at_loss, before, activations, logits, loss),
-        "at the end of the backward pass": (whole, last, 4 * c.n_embd * N, late, 0),
+        "at the end of the backward pass": (full, last, 4 * c.n_embd * N, late, 0),
         "in the optimizer's step": (weights, total, 0, 0, copies),
     }
     for n in {1, max(1, L - 1), L}:  # the backward pass of n blocks is not over
         # ZeRO 3 has the block itself, and the block before, which is on its way.
         gathered = 4 * block * (1 + (n < L or step.recompute)) if zero == 3 else 0
-        there = whole + gathered + cast * block * (1 if step.recompute else n)
+        there = full + gathered + cast * block * (1 if step.recompute else n)
         gradients = before + own_head + own_block * (L - n) + block
         row = (there, gradients, mask + N * ((n - 1) * keeps + most), late, 0)
         moments[f"in the backward pass of block {n}"] = row
@@ -230,12 +230,12 @@ def overhead(model: GPT, peak: float, step: Step) -> dict[str, float]:
         # Smaller tensors settle where the logits were freed, so the next logits need new memory.
         # (With shards, large tensors have pages of their own: tune_malloc() of hardware/machine.py)
         logits = step.B * step.T * model.config.padded_vocab_size * step.dtype.itemsize
-        gap = 0 if step.zero else logits * (1 + gradient_apart(logits, step.device))
+        gap = 0 if step.zero else logits * (1 + keeps_gradient(logits, step.device))
         return {"Python and torch": 0.3e9, "gap in the heap": gap}
     return {"CUDA context": CONTEXT, "fragmentation": 0.04 * peak, "NCCL": 0.7e9 * (step.world > 1)}
 
 
-def needed(model: GPT, step: Step) -> float:
+def bytes_needed(model: GPT, step: Step) -> float:
     """Return the bytes that the device must have for a step."""
     peak = sum(step_memory(model, step)[1].values())
     return peak + sum(overhead(model, peak, step).values())
@@ -246,6 +246,7 @@ def largest_batch(model: GPT, step: Step, capacity: float) -> int:
 
     If as many as in `step` do not fit, a step needs several micro-steps, whose gradients add up.
     """
-    if needed(model, step) > capacity:
+    if bytes_needed(model, step) > capacity:
         step = replace(step, accum=max(2, step.accum))
-    return bisect_right(range(1, 2**20), capacity, key=lambda B: needed(model, replace(step, B=B)))
+    sizes = range(1, 2**20)
+    return bisect_right(sizes, capacity, key=lambda B: bytes_needed(model, replace(step, B=B)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from configurator import UserError
-from hardware.disk import only_plain, write_whole
+from hardware.disk import atomic_write, check_regular_file
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -21,7 +21,7 @@ def read_metrics(path: Path) -> list[dict]:
     """
     if not path.exists():
         return []
-    only_plain(path)
+    check_regular_file(path)
     lines = path.read_bytes().splitlines(keepends=True)  # at once: a run may be writing the next
     records = []
     for number, line in enumerate(lines, 1):
@@ -56,5 +56,5 @@ def start_metrics(path: Path, records: list[dict]) -> TextIO:
 
     A kill leaves the old file or the new one. Raises OSError if it cannot be written.
     """
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+    atomic_write(path, "".join(json.dumps(record) + "\n" for record in records).encode())
     return open(path, "a", encoding="utf-8")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.machine import Machine, is_sharded, part
+from hardware.machine import Machine, is_sharded, local_shard
 from model import GPT
 from training.settings import TrainConfig
 
@@ -132,9 +132,9 @@ class Muon(torch.optim.AdamW):
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["mean"] = torch.zeros_like(weight)
-        parts = [part(weight) for weight in weights]
-        grads = [part(weight.grad) for weight in weights]
-        means = [part(self.state[weight]["mean"]) for weight in weights]
+        parts = [local_shard(weight) for weight in weights]
+        grads = [local_shard(weight.grad) for weight in weights]
+        means = [local_shard(self.state[weight]["mean"]) for weight in weights]
         if found_inf is not None:
             for grad, mean in zip(grads, means, strict=True):
                 # In a step to be skipped: mean + (1 - momentum) (mean - mean) is mean, exactly.

@@ -14,8 +14,8 @@ from configurator import UserError
 from hardware.machine import LONGEST_WAIT, Machine, out_of_memory
 from model import GPT
 from training.batches import Batch
-from training.memory import Step, largest_batch, needed
-from training.plan import Plan, Progress, even_batch, make_plan
+from training.memory import Step, bytes_needed, largest_batch
+from training.plan import Plan, Progress, best_batch, make_plan
 from training.settings import TrainConfig
 
 
@@ -51,7 +51,7 @@ def any_signal(signals: Sequence[int], machine: Machine) -> bool:
 # The batch size
 
 
-def plan_of(
+def plan_run(
     cfg: TrainConfig,
     model: GPT,
     step: Step,
@@ -67,15 +67,15 @@ def plan_of(
     saved_batch_size: of its checkpoint; with auto it keeps this one if it fits.
     """
     # compile=auto depends on the length of the run, which is known before batch_size=auto is.
-    draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
-    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
+    trial = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
+    flops = model.flops_per_token(cfg.block_size) * trial.tokens_at(trial.steps)
     # Two micro-steps: accumulation needs more memory than one micro-step does.
-    step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
+    step = replace(step.with_cfg(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
     if cfg.batch_size == "auto":
         most = largest_batch(model, step, capacity)
         if step.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
             most = min(most, max(1, 8192 // step.T))
-        B = saved_batch_size if 0 < saved_batch_size <= most else even_batch(most, cfg, step.world)
+        B = saved_batch_size if 0 < saved_batch_size <= most else best_batch(most, cfg, step.world)
         cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, step.world, epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
@@ -83,7 +83,7 @@ def plan_of(
 
 def check_capacity(model: GPT, step: Step, capacity: float) -> None:
     """Raise UserError if a step will need far more than `capacity` bytes, by its prediction."""
-    size = needed(model, step)
+    size = bytes_needed(model, step)
     if size > 1.25 * capacity:  # on a CPU a prediction may be 25 % too high (training/memory.py)
         gb = f"{size / 1e9:.1f} GB of memory, and there are {capacity / 1e9:.1f}"
         largest = largest_batch(model, step, capacity)
@@ -102,7 +102,7 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
     return cfg.compile
 
 
-def halved(
+def halve_batch(
     cfg: TrainConfig, plan: Plan, step: Step, progress: Progress
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings, the plan and the size of a step with half the batch_size or less.
@@ -110,8 +110,8 @@ def halved(
     Raises UserError if it is 1 already.
     """
     if plan.batch_size == 1:
-        raise UserError(f"out of memory {plan.smaller(step.T)}")
-    cfg = replace(cfg, batch_size=even_batch(plan.batch_size // 2, cfg, step.world))
+        raise UserError(f"out of memory {plan.memory_hint(step.T)}")
+    cfg = replace(cfg, batch_size=best_batch(plan.batch_size // 2, cfg, step.world))
     plan = make_plan(cfg, step.world, plan.epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
@@ -135,8 +135,8 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
     """Return the model as it runs: under torchrun in DDP or Shards, and compiled if asked for."""
     for block in model.blocks:
         block.recompute = cfg.recompute == "blocks"
-    by_blocks = cfg.recompute != "none" or is_sharded_run(cfg, machine)
-    if compiled and by_blocks:
+    compiles_blocks = cfg.recompute != "none" or is_sharded_run(cfg, machine)
+    if compiled and compiles_blocks:
         compile_blocks(model)
     if is_sharded_run(cfg, machine):
         return Shards(model, cfg.shard, machine)
@@ -149,7 +149,7 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
         ids = [machine.local_rank] if machine.device.type == "cuda" else None
         forward = DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
     # DDP comes first and the compiler second, so that communication overlaps the backward pass.
-    return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
+    return torch.compile(forward, dynamic=False) if compiled and not compiles_blocks else forward
 
 
 def remove_empty_libraries() -> list[Path]:
@@ -171,8 +171,8 @@ def compiler_errors() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        of_compiler = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
-        if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
+        is_compiler_error = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if out_of_memory(e) or not is_compiler_error:  # another rank has ended, or it is a bug
             raise
         first_line = str(e).partition("\n")[0]
         if empty := remove_empty_libraries():
@@ -188,7 +188,7 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
     Raises UserError if it cannot be compiled here, without a C++ compiler or on an old GPU.
     """
     start = time.perf_counter()
-    machine.say("compiling: this takes a while")
+    machine.print0("compiling: this takes a while")
     with compiler_errors():
         with autocast(machine):
             forward(*batch).backward()
@@ -201,7 +201,7 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
             forward.train()
         machine.synchronize()
     forward.zero_grad(set_to_none=True)
-    machine.say(f"compiled in {time.perf_counter() - start:.1f} s")
+    machine.print0(f"compiled in {time.perf_counter() - start:.1f} s")
 
 
 def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: float) -> bool:

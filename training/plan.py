@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from configurator import UserError
 from training.settings import TrainConfig
 
-FAR_OFF = 0.1  # a step should not differ from batch_tokens by a larger share than this
+MAX_DEVIATION = 0.1  # a step should not differ from batch_tokens by a larger share than this
 MAX_BAD_STEPS = 10  # in a row; then the run ends
 
 
@@ -29,30 +29,30 @@ class Plan:
     epoch_tokens: int  # tokens in a pass over train.bin
     steps: int  # length of the whole run
     ended_by: str = ""  # the limit that ends it, if there are several
-    begun_step: int = 0  # steps that were done before this process started
-    begun_tokens: int = 0  # tokens read in them; step_tokens may have been different then
+    start_step: int = 0  # steps that were done before this process started
+    start_tokens: int = 0  # tokens read in them; step_tokens may have been different then
     epoch_shift: int = 0  # see Progress
     # What was done then, in tokens as the limit counts them that ends the run: max_steps counts
     # all steps alike, and max_epochs adds epoch_shift.
-    begun: int = 0
+    start_count: int = 0
 
     def tokens_at(self, step: int) -> int:
         """Return how many tokens the run has read when `step` steps are done."""
-        return self.begun_tokens + (step - self.begun_step) * self.step_tokens
+        return self.start_tokens + (step - self.start_step) * self.step_tokens
 
     def epochs_at(self, step: int) -> float:
         """Return how many epochs the run has read when `step` steps are done."""
         return (self.tokens_at(step) + self.epoch_shift) / self.epoch_tokens
 
-    def place(self, step: int) -> float:
+    def position(self, step: int) -> float:
         """Return how far the run is when `step` steps are done, in steps of the present size.
 
         The fraction of the run that is done is place(step) / place(steps). If all steps had the
         same size, place(step) is step.
         """
-        return (self.begun + (step - self.begun_step) * self.step_tokens) / self.step_tokens
+        return (self.start_count + (step - self.start_step) * self.step_tokens) / self.step_tokens
 
-    def smaller(self, block_size: int) -> str:
+    def memory_hint(self, block_size: int) -> str:
         """Return the advice for a run that does not fit into memory: which option to change."""
         B = self.batch_size
         if B > 1:
@@ -83,7 +83,7 @@ class Progress:
     code: str = ""  # SHA-256 of the .py files that trained it, as code_sha256() gives it
 
     @classmethod
-    def of_checkpoint(cls, training: dict[str, Any]) -> "Progress":
+    def from_state(cls, training: dict[str, Any]) -> "Progress":
         """Return the progress stored in train_state.pt.
 
         If the run ended because of too many bad steps in a row, their count starts again at 0.
@@ -148,8 +148,8 @@ def make_plan(
     T = cfg.block_size
     sequences = max(1, round(cfg.batch_tokens / (T * world)))  # what a step needs from each rank
     B = min(cfg.batch_size, sequences)
-    if off(tokens_of_step(B, cfg, world), cfg) > FAR_OFF:
-        B = even_batch(B, cfg, world)
+    if deviation(tokens_of_step(B, cfg, world), cfg) > MAX_DEVIATION:
+        B = best_batch(B, cfg, world)
     step_tokens = tokens_of_step(B, cfg, world)
     accum = step_tokens // (B * T * world)
 
@@ -158,14 +158,14 @@ def make_plan(
     read, size = done.samples * T, step_tokens
     epochs = math.ceil(min(cfg.max_epochs * epoch_tokens, 2**62))  # inf has no ceil
     ends = {"max_steps": cfg.max_steps * size, "max_epochs": epochs, "max_tokens": cfg.max_tokens}
-    begun = {"max_steps": done.step * size, "max_epochs": read + done.epoch_shift}
-    begun["max_tokens"] = read
-    limits = {k: done.step + (ends[k] - begun[k] + size // 2) // size for k in ends if ends[k]}
+    counts = {"max_steps": done.step * size, "max_epochs": read + done.epoch_shift}
+    counts["max_tokens"] = read
+    limits = {k: done.step + (ends[k] - counts[k] + size // 2) // size for k in ends if ends[k]}
     first = min(limits, key=limits.__getitem__, default="max_steps")
     steps = max(limits.get(first, 0), done.step, 1)
     ended_by = first if len(limits) > 1 else ""
     shape = (B, accum, step_tokens, epoch_tokens, steps)
-    return Plan(*shape, ended_by, done.step, read, done.epoch_shift, begun[first])
+    return Plan(*shape, ended_by, done.step, read, done.epoch_shift, counts[first])
 
 
 def tokens_of_step(B: int, cfg: TrainConfig, world: int) -> int:
@@ -174,12 +174,12 @@ def tokens_of_step(B: int, cfg: TrainConfig, world: int) -> int:
     return max(1, round(cfg.batch_tokens / micro_step)) * micro_step
 
 
-def off(step_tokens: int, cfg: TrainConfig) -> float:
+def deviation(step_tokens: int, cfg: TrainConfig) -> float:
     """Return by which share a step of so many tokens differs from batch_tokens."""
     return abs(step_tokens / cfg.batch_tokens - 1)
 
 
-def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
+def best_batch(limit: int, cfg: TrainConfig, world: int) -> int:
     """Return a batch_size of at most `limit` and at least half of it.
 
     It is the one with which a step comes nearest to batch_tokens; of several that come equally
@@ -189,11 +189,11 @@ def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
     limit = max(1, min(limit, sequences))
 
     sizes = range(limit, (limit - 1) // 2, -1)  # of equals, min() takes the first
-    return min(sizes, key=lambda B: off(tokens_of_step(B, cfg, world), cfg))
+    return min(sizes, key=lambda B: deviation(tokens_of_step(B, cfg, world), cfg))
 
 
 def lr_at(step: float, steps: float, cfg: TrainConfig) -> float:
-    """Return the learning rate of step 0 ... steps - 1. Both are as of Plan.place().
+    """Return the learning rate of step 0 ... steps - 1. Both are as of Plan.position().
 
     cosine: SGDR, arXiv 1608.03983, eq. 5, one cycle. wsd: MiniCPM, arXiv 2404.06395, section 4.
     """
@@ -208,12 +208,12 @@ def lr_at(step: float, steps: float, cfg: TrainConfig) -> float:
     # t goes from 0 to 1 over the decay, if that has two steps or more. It is 1 at the last step,
     # which thus has min_lr_ratio. (If that is 0, the last step changes nothing.)
     t = max(0, step - start) / max(1, steps - 1 - start)
-    share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
-    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
+    fraction = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * fraction)
 
 
 def momentum_at(step: float, steps: float, cfg: TrainConfig) -> float:
-    """Return Muon's momentum at step 0 ... steps - 1. Both are as of Plan.place().
+    """Return Muon's momentum at step 0 ... steps - 1. Both are as of Plan.position().
 
     At the start of a run the gradient changes fast, and a mean over fewer steps follows it better.
     In the first tenth it grows linearly from 0.85, as in the records of the 124M speed run of

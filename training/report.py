@@ -29,7 +29,7 @@ from torch.amp import GradScaler
 from configurator import note
 from hardware.disk import set_aside
 from hardware.machine import Clock, Machine
-from hardware.terminal import ProgressBar, in_a_terminal, quoted
+from hardware.terminal import ProgressBar, is_terminal, quoted
 from model import GPTConfig
 from text.baselines import mixed_baselines
 from text.windows import DataSet
@@ -61,19 +61,19 @@ class Report:
         self.drawn = time.monotonic()  # when the last drawing began
         self.tracker: threading.Thread | None = None
         self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
-        self.told = False  # whether a note has said that they take long
+        self.warned = False  # whether a note has said that they take long
         self.unigram = math.inf  # loss of single-token frequencies, in nats per token
         self.lost = False  # whether a record could not be written
         # Seconds that the last one of each took: eval_every, save_every.
         self.pauses: dict[str, float] = {}
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
-        self.below_lines = ExitStack()
-        shown = self.machine.is_main and in_a_terminal()
+        self.bar_context = ExitStack()
+        shown = self.machine.is_main and is_terminal()
         steps = dict(total=self.plan.steps, initial=self.progress.step)
         self.bar = ProgressBar("step", disable=not shown, **steps)
         if self.machine.is_main:
             self.file = start_metrics(self.folder / "metrics.jsonl", records)
-            self.below_lines.enter_context(self.bar.below())
+            self.bar_context.enter_context(self.bar.pinned())
             for record in records:
                 self.unigram = record.get("landmarks", {}).get("unigram", self.unigram)
             if self.cfg.tracker not in ("none", "off"):
@@ -126,7 +126,7 @@ class Report:
         record = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
         record["epoch"] = plan.epochs_at(step)
         line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}"
-        if clock.step == 0 or clock.step > plan.begun_step:  # the first after a resume is a warm-up
+        if clock.step == 0 or clock.step > plan.start_step:  # the first after a resume is a warm-up
             step_s = clock.seconds() / (step - clock.step)
             rate = plan.step_tokens / step_s
             tflops = rate * flops / 1e12
@@ -139,7 +139,7 @@ class Report:
                 "mfu": mfu,
                 "step_ms": 1e3 * step_s,
                 "data_ms": 1e3 * clock.data_s / (step - clock.step),
-                "memory_gb": most_memory(self.machine.device) / 1e9,
+                "memory_gb": peak_memory(self.machine.device) / 1e9,
                 "eta_s": (plan.steps - step) * step_s + self.pauses_from(step),
             }
             speed = f"{rate / 1e3:.1f}k tok/s"
@@ -148,12 +148,12 @@ class Report:
             line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
             line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
             line += f" | eta {ProgressBar.format_interval(record['eta_s'])}"
-            if self.pauses_from(1) > 0.25 * plan.steps * step_s and not self.told:
-                self.told = True
-                share = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)
+            if self.pauses_from(1) > 0.25 * plan.steps * step_s and not self.warned:
+                self.warned = True
+                fraction = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)
                 advice = "a larger eval_every, or smaller eval_tokens, makes it shorter"
-                text = f"note: evaluations and saves take {share:.0%} of the run: {advice}"
-                self.write(dict(step=step, paused=share), text)
+                text = f"note: evaluations and saves take {fraction:.0%} of the run: {advice}"
+                self.write(dict(step=step, paused=fraction), text)
         self.write(record, line)
         # By this step, every model should have learned more than how frequent each token is.
         due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
@@ -198,16 +198,16 @@ class Report:
                 by_set |= {f"{key}/{data.name}": loss for data, loss in pairs}
         counts = [(d.weight, d.learned("val", self.cfg.loss_on)) for d in self.sets]
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
-        ppl, bits_per_byte, units = in_other_units(mean["val_loss"], float(token_bytes))
+        ppl, bits_per_byte, units = perplexity_and_bits(mean["val_loss"], float(token_bytes))
 
         line = f"validation loss {mean['val_loss']:.4f} (train {mean['train_eval_loss']:.4f}, "
         line += f"by document {mean['val_document_loss']:.4f}) | {units}"
         for key, loss in by_set.items():
             if key.startswith("val_loss/"):
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
-        in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        units_record = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
         self.pauses["eval_every"] = seconds
-        self.write({"step": step} | mean | by_set | in_units, line)
+        self.write({"step": step} | mean | by_set | units_record, line)
         if time.monotonic() - self.drawn > 30:  # drawing takes seconds of a CPU core
             self.draw()
         return mean["val_loss"]
@@ -241,12 +241,13 @@ class Report:
                 print(json.dumps(record), file=self.file, flush=True)
             except OSError as e:
                 if not self.lost:
-                    self.machine.say(f"warning: {self.file.name}: {e.strerror}: it loses records")
+                    problem = f"{self.file.name}: {e.strerror}"
+                    self.machine.print0(f"warning: {problem}: records are lost")
                 self.lost = True
         if self.tracker:
             self.numbers.put({k: v for k, v in record.items() if type(v) in (int, float)})
         if line:
-            self.machine.say(f"step {record['step']}/{self.plan.steps} | {line}")
+            self.machine.print0(f"step {record['step']}/{self.plan.steps} | {line}")
 
     def draw(self) -> None:
         """Start to draw loss.png, unless an earlier drawing still goes on."""
@@ -276,13 +277,13 @@ class Report:
             self.draw()
             self.wait_for_drawing(end)
             if self.drawing and self.drawing.returncode == 0:
-                self.machine.say(f"loss plot: {self.folder / 'loss.png'}")
+                self.machine.print0(f"loss plot: {self.folder / 'loss.png'}")
             else:
-                self.machine.say(f"note: no loss plot: python plot.py {self.folder} draws it")
+                self.machine.print0(f"note: no loss plot: python plot.py {self.folder} draws it")
         if self.tracker:
             self.tracker.join(max(0.0, end - time.monotonic()))
             if self.tracker.is_alive():
-                self.machine.say(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
+                self.machine.print0(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
                 # Its package may wait for the network even when Python ends.
                 code = 0 if self.progress.step == self.plan.steps else 1
                 timer = threading.Timer(END_SECONDS, os._exit, [code])
@@ -290,7 +291,7 @@ class Report:
                 timer.start()
         with self.mutex, suppress(OSError):  # a full disk
             self.file.close()
-        self.below_lines.close()
+        self.bar_context.close()
 
     def wait_for_drawing(self, end: float) -> None:
         with suppress(subprocess.TimeoutExpired):
@@ -386,10 +387,10 @@ def send_numbers(
         service.finish()
     except (Exception, SystemExit) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        machine.say(f"warning: {name} failed ({reason}); {SYNC}")
+        machine.print0(f"warning: {name} failed ({reason}); {SYNC}")
 
 
-def most_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """Return the most bytes so far: allocated on a GPU, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
@@ -397,7 +398,7 @@ def most_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
+def perplexity_and_bits(loss: float, token_bytes: float) -> tuple[float, float, str]:
     """Return the perplexity and the bits per byte of a loss in nats per token, and both as a text.
 
     token_bytes: mean number of bytes of text in a token.

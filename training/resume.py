@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from configurator import UserError, changes, checked, note, set_value
+from configurator import UserError, changes, note, set_value, validated
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
@@ -36,10 +36,10 @@ from training.checkpoint import (
     step_of,
 )
 from training.evaluate import judged_by, val_hashes
-from training.huggingface import NANOGPT, from_pretrained, is_utf8, load_tensors, shape_in
+from training.huggingface import NANOGPT, from_pretrained, is_utf8, load_tensors, read_shape
 from training.metrics import read_metrics
 from training.plan import Progress
-from training.settings import PLACE, TrainConfig, model_config
+from training.settings import RUN_SETTINGS, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
 # Its settings
@@ -59,7 +59,7 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
         if cfg.overwrite and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             problem = "a restart by --max_restarts would overwrite what was trained before it"
             raise UserError(f"overwrite: {problem}: give --init_from=auto and another --run_name")
-        return checked(TrainConfig, with_model(options))
+        return validated(TrainConfig, with_model(options))
     # The command that began a run gave its length. A command without one does not repeat that, and
     # without a run_name it means the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
@@ -74,7 +74,7 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
     options = options if saved else with_model(options)
-    cfg = checked(TrainConfig, saved | options | {"run_name": run_name})
+    cfg = validated(TrainConfig, saved | options | {"run_name": run_name})
     kept = "data_dir" in saved and "data_dir" not in options
     if kept and not all(Path(cfg.data_dir, k).is_dir() for k in names_and_weights(cfg.dataset)[0]):
         problem = f"data_dir={cfg.data_dir}, as the checkpoint says, has no {cfg.dataset} here"
@@ -95,7 +95,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
         init_from = str(newest)
         options = options | {"init_from": init_from}
     try:
-        context = shape_in(init_from).block_size
+        context = read_shape(init_from).block_size
     except UserError:
         return options
     return {"block_size": min(TrainConfig().block_size, context)} | options
@@ -172,16 +172,16 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     return model
 
 
-def known_of(origin: Path | None, folder: Path) -> dict[str, Any]:
+def known_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
     """Return what is recorded of the weights that the run in `folder` starts from.
 
     "saved" is in it if they are a checkpoint of this run. Other weights are not evaluated.
     """
-    if origin is None or origin.parent != folder / "ckpt":
+    if init_path is None or init_path.parent != folder / "ckpt":
         return {"val_loss": math.inf, "sample": ""}
     records = read_metrics(folder / "metrics.jsonl")
-    known = [record for record in records if record["step"] == step_of(origin)]
-    return {key: value for record in known for key, value in record.items()} | {"saved": origin}
+    known = [record for record in records if record["step"] == step_of(init_path)]
+    return {key: value for record in known for key, value in record.items()} | {"saved": init_path}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,9 +231,9 @@ def check_fits(
     if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
         raise UserError(f"{problem}: give that --dataset, or --switch_data to go on, or {other}")
-    before = settings_then(saved, cfg)
+    before = checkpoint_settings(saved, cfg)
     then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
-    if beginning_of(saved) == "scratch":
+    if original_init_from(saved) == "scratch":
         now = asdict(model_config(cfg, c.vocab_size))
         own = ["rope_scaling"]  # it may be written in several ways
     else:
@@ -261,13 +261,13 @@ def check_fits(
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
-def beginning_of(saved: Saved) -> str:
+def original_init_from(saved: Saved) -> str:
     """Return the init_from of the command that began a run."""
     init_from = saved.settings.get("init_from", "scratch")
     return "scratch" if init_from == "auto" else init_from  # which earlier versions recorded
 
 
-def settings_then(saved: Saved, cfg: TrainConfig) -> TrainConfig:
+def checkpoint_settings(saved: Saved, cfg: TrainConfig) -> TrainConfig:
     """Return the settings of a checkpoint; of cfg where they are new since then."""
     return replace(cfg, **{k: v for k, v in saved.settings.items() if hasattr(cfg, k)})
 
@@ -283,11 +283,11 @@ def progress_of(
 ) -> Progress:
     """Return the progress of a checkpoint. If other data are evaluated now, best begins anew.
 
-    known: as of known_of(). The checkpoint was written before its evaluation.
+    known: as of known_results(). The checkpoint was written before its evaluation.
     """
-    progress = Progress.of_checkpoint(saved.state)
+    progress = Progress.from_state(saved.state)
     progress.add_evaluation(known.get("val_loss", math.inf))
-    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    then = judged_by(checkpoint_settings(saved, cfg), saved.meta["judged_by"])
     if then != judged_by(cfg, val_hashes(sets)):
         if progress.best_step >= 0:
             note("the validation data have changed: the best checkpoint is chosen anew")
@@ -305,14 +305,14 @@ def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> lis
     Those of the place are left out: they do not change what the model learns.
     """
     old = saved.settings
-    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    then = judged_by(checkpoint_settings(saved, cfg), saved.meta["judged_by"])
     renamed = then["shares"] == judged_by(cfg, val_hashes(sets))["shares"]
     reorder = ["seed", "documents", *(() if renamed else ["dataset"])]
     order = " (the windows come in another order: some are read twice, others never)"
     return [
         f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
         for k, value in asdict(cfg).items()
-        if k not in PLACE and old.get(k, value) != value
+        if k not in RUN_SETTINGS and old.get(k, value) != value
     ]
 
 
@@ -326,15 +326,15 @@ def load_optimizer(
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {
-        i: {k: placed_like(params[i], x) for k, x in of_parameter.items()}
-        for i, of_parameter in state.pop("optimizer")["state"].items()
+        i: {k: sharded_like(params[i], x) for k, x in tensors.items()}
+        for i, tensors in state.pop("optimizer")["state"].items()
     }
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
     if scale := state.pop("scaler"):  # empty if that process did not train in fp16
         scaler.load_state_dict(scale)
 
 
-def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def sharded_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return a copy of the full tensor x, sharded as p is, on the device of p.
 
     x may lie in a file that is mapped into memory: a rank reads only the rows that it holds.
@@ -363,7 +363,7 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
     data's. A model without a tokenizer is accepted, with a note.
     """
     vocab_size = sets[0].meta["vocab_size"]
-    own = shape_in(folder).vocab_size
+    own = read_shape(folder).vocab_size
     # The characters of nanoGPT have no eos. Data that prepare.py took over have one, the next id.
     grown = vocab_size if folder.suffix == NANOGPT and own + 1 == vocab_size else own
     model = from_pretrained(folder, verify, dropout=cfg.dropout, vocab_size=grown)
@@ -372,7 +372,7 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
         problem = f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}"
         fits = f"a tokenizer of {c.vocab_size} tokens or fewer"
         raise UserError(f"{problem}: prepare it with {fits}, if its own has more, too")
-    extended = longer(c, cfg)
+    extended = extend_context(c, cfg)
     if extended != c:
         length = f"block_size {c.block_size} -> {extended.block_size}"
         if extended.rope_scaling != c.rope_scaling:
@@ -392,7 +392,7 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
     return model
 
 
-def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
+def extend_context(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
     """Return the shape of a model that serves sequences of cfg.block_size, with its rope_scaling.
 
     Raises UserError if it cannot.

@@ -10,7 +10,7 @@ from configurator import UserError, grouped, option
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
 from text.windows import Documents, LossOn, LossPer
 
-# Headings of two groups whose settings do not change what a run learns: PLACE, TRAINING below.
+# Headings of two groups of settings that do not change what a run learns: see TRAINING below.
 RUN = "Run"
 REPORT = "Evaluation, samples, checkpoints"
 
@@ -214,9 +214,9 @@ class TrainConfig:
 
 
 # A run learns the same in another place, up to rounding. Another TRAINING makes another model.
-PLACE = grouped(TrainConfig)[RUN]
-REPORTED = grouped(TrainConfig)[REPORT]
-TRAINING = [f.name for f in fields(TrainConfig) if f.name not in (*PLACE, *REPORTED)]
+RUN_SETTINGS = grouped(TrainConfig)[RUN]
+REPORT_SETTINGS = grouped(TrainConfig)[REPORT]
+TRAINING = [f.name for f in fields(TrainConfig) if f.name not in (*RUN_SETTINGS, *REPORT_SETTINGS)]
 
 
 def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
