@@ -2,8 +2,8 @@
 
     model.use(pick_kernels(device))
 
-Each class decides in every call which way is fastest there. Without this line, a program gets the
-same numbers, up to rounding.
+Each class chooses the fastest version in every call. Without this line, a program computes the same
+numbers, up to rounding.
 """
 
 import math
@@ -21,16 +21,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from model import GPT, Kernels
 
-# torch.compile calls a function that is marked so as it is. torch.compiler.disable() would do the
-# same, but it loads torch.compile at once, which takes a second.
+# A decorator: torch.compile calls the function without compiling it. torch.compiler.disable() does
+# the same, but it loads torch.compile at once, which takes a second.
 never_compiled = torch._disable_dynamo
 
 
 class RMSNormOnCPU(torch.autograd.Function):
     """rms_norm() in as few operations as possible. It keeps x and one number per row.
 
-    PyTorch (2.13) has no kernel for RMSNorm on a CPU. It composes it of operations in fp32, and
-    autograd keeps what each of them needs.
+    PyTorch (2.13) has no kernel for RMSNorm on a CPU. It uses several operations in fp32, and
+    autograd keeps the inputs of each.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class RMSNormOnCPU(torch.autograd.Function):
         product = grad * normed
         grad_weight = product.flatten(0, -2).sum(0)  # (n,)
         mean = product.mul_(weight).mean(-1, keepdim=True)  # (..., 1)
-        grad_x = torch.mul(grad, weight, out=product)  # the memory of the product is free again
+        grad_x = torch.mul(grad, weight, out=product)  # reuses the memory of the product
         grad_x.addcmul_(normed, mean, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
 
@@ -70,7 +70,7 @@ class RotationOnCPU(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotate each pair (a, b) of x (..., hs) by the angles, or for sign -1 by their opposites."""
+    """Rotate each pair (a, b) of x (..., hs) by the angles; with sign -1, by their opposites."""
     half = x.size(-1) // 2
     a, b = x.float().split(half, dim=-1)
     cos = cos[..., :half]
@@ -84,9 +84,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 @cache
 def compiled_block_mask() -> Callable:
-    """Return create_block_mask() of torch, compiled: else it would hold several masks of T x T.
+    """Return torch's create_block_mask(), compiled: else it would hold several masks of T x T.
 
-    There is one: torch.compile() takes milliseconds, and torch never frees what it returns.
+    It is cached: torch.compile() takes milliseconds, and torch never frees its results.
     """
     return torch.compile(create_block_mask, dynamic=False)
 
@@ -95,9 +95,9 @@ def compiled_block_mask() -> Callable:
 def flex_mask(starts: Tensor) -> BlockMask:
     """Return the BlockMask by which FlexAttention keeps documents apart.
 
-    It is compiled by itself. If the code that uses it also made it, torch 2.11 would lay it out in
-    another way than FlexAttention reads it, where no gradient is wanted: all sequences of a batch
-    but the first would read what lies behind the mask (bench/LOG.md).
+    It is compiled separately from the code that uses it. Else, where no gradient is needed, torch
+    2.11 would lay it out differently from what FlexAttention reads: all sequences of a batch but
+    the first would read memory after the end of the mask (bench/LOG.md).
     """
     B, T = starts.shape
 
@@ -112,11 +112,9 @@ SHORT = 256  # tokens (bench/LOG.md)
 
 @dataclass
 class Span:
-    """A part of a sequence, and its next neighbours if they are alike: attention computes them
-    together.
-    """
+    """One span of a sequence, or several spans of equal lengths in a row, as one batch."""
 
-    count: int  # of neighbours
+    count: int  # of spans
     length: int  # of each, in tokens
     mask: Tensor | None  # True where a query sees a key; None: all keys up to its own
 
@@ -124,18 +122,18 @@ class Span:
 class Spans:
     """B sequences of T tokens, cut so that attention needs no T x T mask.
 
-    They are cut where documents begin. Short documents stay together, in pieces of SHORT tokens and
-    more, because each piece costs some calls. torch.compile does not look into this object: for a
-    mere list it would compile the model again for each number of pieces.
+    They are cut where documents start. Short documents share a span of SHORT tokens or more,
+    because each span costs some calls. torch.compile does not look into this object. With a plain
+    list, it would compile the model again for each number of spans.
     """
 
-    @never_compiled  # the pieces are others in each batch: code for them would be of no use
+    @never_compiled  # the spans differ in each batch: compiled code would not be used again
     def __init__(self, starts: Tensor):
-        """begins: as in document_mask()."""
+        """starts: as in document_mask()."""
         T = starts.size(1)
         self.spans: list[Span] = []
         for row in starts.numpy():
-            edges = np.flatnonzero(row == np.arange(T))  # where documents begin
+            edges = np.flatnonzero(row == np.arange(T))  # where documents start
             start = 0
             for end in [*edges[1:].tolist(), T]:
                 if end - start >= SHORT or end == T:
@@ -143,7 +141,7 @@ class Spans:
                     start = end
 
     def add(self, documents: Tensor) -> None:
-        """Append a piece. documents: where the document of each of its tokens begins, (length,)."""
+        """Append a span. documents: where the document of each of its tokens starts, (length,)."""
         length = len(documents)
         if documents[0] != documents[-1]:
             mask = (documents[:, None] == documents[None, :]).tril()
@@ -173,10 +171,10 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
 def attend_spans(
     kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, cut: Spans, dropout: float
 ) -> Tensor:
-    """Return the attention of each piece. All are (B, nh, T, hs)."""
+    """Return the attention within each span, (B, nh, T, hs). q, k and v have the same shape."""
     B, nh, T, hs = q.shape
-    # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
-    # backward pass is one concatenation, cuts all of them.
+    # As (B T, nh, hs), the spans are ranges of rows. torch.split cuts all of them, and its backward
+    # pass is one concatenation.
     rows = [span.count * span.length for span in cut.spans]
     parts = [x.transpose(1, 2).reshape(B * T, nh, hs).split(rows) for x in (q, k, v)]
     results = []
@@ -207,7 +205,7 @@ def attention_kernel(
 
 
 def loss_chunk(device_type: str) -> int:
-    """Return how many logits ChunkedCrossEntropy computes at a time.
+    """Return the number of logits in a chunk of ChunkedCrossEntropy.
 
     In fp32, 2^19 of them (2 MB) fit into the cache of a CPU. On other devices a chunk is 256 MB.
     """
@@ -215,7 +213,7 @@ def loss_chunk(device_type: str) -> int:
 
 
 def keeps_gradient(logits_bytes: float, device_type: str) -> bool:
-    """Return whether ChunkedCrossEntropy holds the gradient beside the logits.
+    """Return whether ChunkedCrossEntropy keeps the gradient in memory of its own.
 
     That saves a second softmax, 15 to 30 % of the time of a demo's loss on a CPU. With a large
     vocabulary, a CPU's heap would grow by up to three times the logits (bench/LOG.md).
@@ -229,11 +227,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     logits (N, V). targets (N,): -1 is ignored. weights (N,): factors of the rows.
 
     F.cross_entropy would hold three fp32 tensors of (N, V). The gradient of a row is
-    softmax(logits) - one_hot(target). It must not be written over the logits as long as another
-    term of the loss may use them. Where keeps_gradient() says so, forward() writes it into a tensor
-    of its own, while the row is still in the cache. Else it is written over the logits when the
-    backward pass of all other terms is over: in the hook on the logits, which autograd calls with
-    the sum of their gradients. backward() then returns zeros, which take no memory.
+    softmax(logits) - one_hot(target). It must not overwrite the logits as long as another term of
+    the loss may use them. If keeps_gradient() is true, forward() writes the gradient into a tensor
+    of its own, while the row is still in the cache. Else it overwrites the logits after the
+    backward pass of all other terms: in the hook on the logits, which autograd calls with the sum
+    of their gradients. backward() then returns zeros, which take no memory.
     """
 
     @staticmethod
@@ -268,14 +266,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def row_chunks(
     logits: Tensor, targets: Tensor, factors: Tensor, gradient: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield some rows of each at a time. Of the targets it is the index of gather(), (rows, 1)."""
+    """Yield chunks of rows of all four. The targets become the index of gather(), (rows, 1)."""
     rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
     index = targets.clamp(min=0)[:, None]
     return zip(*(x.split(rows) for x in (logits, index, factors, gradient)), strict=True)
 
 
 def write_gradient(log_p: Tensor, index: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write softmax - one_hot(target) of some rows to `out`, 0 without a target. log_p is lost."""
+    """Write softmax - one_hot(target) of a chunk to `out`. This overwrites log_p.
+
+    factor: (rows, 1), by which each row is multiplied: 0 without a target.
+    """
     picked = log_p.gather(1, index)  # (rows, 1): ln p(target)
     torch.mul(log_p.exp_().scatter_(1, index, picked.exp() - 1), factor, out=out)
 
@@ -309,14 +310,14 @@ def chunked_cross_entropy(
 def plain_is_faster(q: Tensor) -> bool:
     """Return whether attention should use plain matrix products instead of a fused kernel.
 
-    In bf16 on a CPU they are 1.6 to 2.6 times as fast while the T x T matrix fits into the cache
+    In bf16 on a CPU they are 1.6 to 2.6 times as fast, if the T x T matrix fits into the cache
     (bench/LOG.md).
     """
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
 
 
 class EagerKernels(Kernels):
-    """What needs less memory on any device if it is not compiled: the loss.
+    """A loss that needs less memory on any device if it is not compiled.
 
     compiled: whether the blocks are compiled, even if the code around them is not.
     """
@@ -333,15 +334,15 @@ class EagerKernels(Kernels):
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, weights: Tensor | None, reduction: str
     ) -> Tensor:
-        # ChunkedCrossEntropy stores the gradient before the scaler has multiplied it: numbers that
-        # small would become 0 in fp16.
+        # ChunkedCrossEntropy stores the gradient before the scaler multiplies it: its numbers could
+        # be too small for fp16.
         if torch.compiler.is_compiling() or logits.dtype == torch.float16:
             return super().cross_entropy(logits, targets, weights, reduction)
         return chunked_cross_entropy(logits, targets, weights, reduction)
 
 
 class CUDAKernels(EagerKernels):
-    """FlexAttention where documents are kept apart. It never stores a T x T mask."""
+    """FlexAttention, if documents are kept apart. It never stores a T x T mask."""
 
     def document_mask(self, gpt: GPT, starts: Tensor, dtype: torch.dtype) -> BlockMask | Tensor:
         compiled = self.compiled or torch.compiler.is_compiling()
