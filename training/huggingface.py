@@ -1,17 +1,16 @@
-"""Hugging Face's model format, written and read: config.json, and the weights as safetensors.
+"""Read and write Hugging Face's model format: config.json, and the weights as safetensors.
 
     to_config() and save_weights()
-        make the config.json and the weights of a folder that transformers opens, by
+        make the config.json and the weights of a folder that transformers opens with
         AutoModelForCausalLM.from_pretrained(folder)
     from_pretrained(folder)
         reads a GPT2LMHeadModel, or the Llama, Qwen2 or Qwen3 ...ForCausalLM, in one file
         or in shards; also nanoGPT's ckpt.pt
     load_tensors(path)
-        reads what torch.save() has written, and executes nothing of it
+        reads a file of torch.save() without executing anything in it
 
-If config.json asks for something that model.py does not compute, it is refused, and the error names
-it. Nothing that is read can execute code, and no file can make this program read a file outside its
-folder.
+A config.json with a setting that model.py does not compute is refused, and the error names the
+setting. No file that is read can execute code, or make this program read a file outside its folder.
 """
 
 import os
@@ -33,21 +32,21 @@ from model import GPT, PRESETS, GPTConfig, rope_scaling
 Weights = dict[str, torch.Tensor]  # name -> value
 
 # --------------------------------------------------------------------------------------------------
-# The words of each class, by which both directions go
+# The names that each class of transformers uses, for reading and writing
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a class of transformers says what GPTConfig and the names of our parameters say."""
+    """The names and values that a class of transformers uses for GPTConfig and our parameters."""
 
     name: str
     model_type: str
     fixed: dict[str, Any]  # fields of GPTConfig that are the same in all models of the class
     keys: dict[str, str]  # each other field of GPTConfig -> its key in config.json
-    # Key -> what transformers takes where config.json lacks it. (The classes differ in the number
-    # of key/value heads and in head_dim. If a file lacks these, its tensors show what they are.)
+    # Key -> the default of transformers. (The classes have different defaults for the number of
+    # key/value heads and head_dim. If a file lacks these, the shapes of its tensors give them.)
     defaults: dict[str, Any]
-    modules: dict[str, str]  # our name of a module -> its name there; of qkv, three names
+    modules: dict[str, str]  # our name of a module -> its name in the class; for qkv, three names
 
 
 GPT2 = Architecture(
@@ -94,7 +93,7 @@ LLAMA = replace(
     QWEN3, name="LlamaForCausalLM", model_type="llama", fixed=PRESETS["llama"],
     keys=QWEN3.keys | dict(bias="attention_bias"),
 )  # fmt: skip
-OURS = Architecture(  # for what no class computes
+OURS = Architecture(  # for shapes that no class computes
     "GPT", "gpt", {}, {field.name: field.name for field in fields(GPTConfig)},
     {field.name: field.default for field in fields(GPTConfig)}, {},
 )  # fmt: skip
@@ -108,9 +107,9 @@ ROPE = {
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH],
 }
-# Settings with the only value that is computed here: what the four classes read besides, and the
-# factors and caps of related classes. All other settings of a config.json are ignored: who wrote
-# it, how the model was trained and is sampled from.
+# Settings with the only value that model.py computes: other settings that the four classes read,
+# and the factors and caps of related classes. All other settings of a config.json are ignored, such
+# as its author and the settings of training and sampling.
 FIXED = dict(
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
     is_causal=True, use_sliding_window=False, layer_types=[], partial_rotary_factor=1.0,
@@ -120,9 +119,9 @@ FIXED = dict(
 
 
 def architecture_of(c: GPTConfig) -> Architecture:
-    """Return in which words a model of this shape is written.
+    """Return the architecture in which a model of this shape is written.
 
-    They are those of the class in which c can be said: reading them gives c again, in every field.
+    It is the first whose config.json gives back c, in every field.
     """
     for a in (GPT2, LLAMA, QWEN2, QWEN3):
         with suppress(ValueError):
@@ -132,7 +131,7 @@ def architecture_of(c: GPTConfig) -> Architecture:
 
 
 def caveat(c: GPTConfig) -> str:
-    """Return which programs cannot open a checkpoint of this shape; empty if all can."""
+    """Return a sentence on programs that cannot open a checkpoint of this shape, or ""."""
     name = architecture_of(c).name
     if name == OURS.name:
         return ONLY_OURS
@@ -161,7 +160,7 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
 
 
 def hf_settings(a: Architecture, c: GPTConfig) -> dict[str, Any]:
-    """Return what a config.json of this architecture says of the shape c."""
+    """Return the settings of a config.json of this architecture for the shape c."""
     settings = {key: getattr(c, field) for field, key in a.keys.items()}
     settings["model_type"] = a.model_type
     if a is GPT2:
@@ -172,7 +171,7 @@ def hf_settings(a: Architecture, c: GPTConfig) -> dict[str, Any]:
         settings |= dict(hidden_act="silu", attention_bias=c.bias, mlp_bias=c.bias)
         kind, numbers = rope_scaling(settings.pop("rope_scaling"))
         if kind:
-            # transformers wants a length that is a whole number.
+            # transformers needs a length that is an int.
             numbers = [int(n) if n == int(n) else n for n in numbers]
             names = ROPE[kind]
             settings["rope_scaling"] = {"rope_type": kind} | dict(zip(names, numbers, strict=True))
@@ -183,13 +182,13 @@ def from_config(d: dict) -> GPTConfig:
     """Return the GPTConfig that a config.json describes.
 
     Raises ValueError for an architecture that model.py does not have, for a value that a field does
-    not accept, and for a setting that changes the logits in a way that is not computed here.
+    not accept, and for a setting that changes the logits in a way that model.py does not compute.
     """
     by_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, OURS)}
     model_type = d.get("model_type")
     if model_type not in by_type:
         name = f"model_type={model_type!r} of {d.get('architectures')}"
-        raise ValueError(f"{name} is none of {', '.join(by_type)}")
+        raise ValueError(f"{name} is not one of {', '.join(by_type)}")
     a = by_type[model_type]
     settings = a.defaults | {k: v for k, v in d.items() if v is not None}
     if a not in (GPT2, OURS):
@@ -197,15 +196,15 @@ def from_config(d: dict) -> GPTConfig:
     shape = a.fixed | {field: settings.pop(key) for field, key in a.keys.items()}
     if a is GPT2:
         shape["mlp"] = GELUS.get(shape["mlp"], f"activation_function {shape['mlp']}")
-    # In GPTConfig, 0 stands for what null stands for here.
+    # In GPTConfig, 0 means what null means in config.json.
     c = checked_shape({field: 0 if value is None else value for field, value in shape.items()})
 
     expected = {}
     if a is OURS:
         unknown = [key for key in d.keys() - to_config(c).keys() if d[key] and key[0] != "_"]
-        if unknown:  # a field of a later version, or what another program has added
+        if unknown:  # a field of a later version, or of another program
             advice = "if it does not change the model, delete the line"
-            raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not known here: {advice}")
+            raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not supported: {advice}")
     else:
         expected = FIXED | hf_settings(a, c)
     layer_types = settings.get("layer_types", [])
@@ -217,15 +216,15 @@ def from_config(d: dict) -> GPTConfig:
 
 
 def unpack_rope(settings: dict[str, Any]) -> None:
-    """Bring the settings of RoPE into the form of GPTConfig's rope_theta and rope_scaling.
+    """Convert the settings of RoPE to GPTConfig's rope_theta and rope_scaling.
 
-    transformers 5 has one object, rope_parameters, in place of the two. A scaling of the type
-    "default" scales nothing.
+    transformers 5 has one object, rope_parameters, instead of the two. A scaling of the type
+    "default" is none.
     """
     rope = settings.pop("rope_parameters", {})
     scaling = settings.pop("rope_scaling", None) or rope
     if rope and scaling != rope:
-        raise ValueError("rope_scaling beside rope_parameters is not supported")
+        raise ValueError("both rope_scaling and rope_parameters: not supported")
     numbers = {key: value for key, value in scaling.items() if value is not None}
     kind = numbers.pop("rope_type", numbers.pop("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -256,13 +255,13 @@ def checked_shape(shape: dict[str, Any]) -> GPTConfig:
 # --------------------------------------------------------------------------------------------------
 # Weights
 
-EMBEDDINGS = ("wte.weight", "lm_head.weight")  # their rows are padded: model.py
+EMBEDDINGS = ("wte.weight", "lm_head.weight")  # model.py pads their rows
 
 
 def hf_names(a: Architecture, name: str) -> list[str]:
-    """Return the names that one of our parameters has there.
+    """Return the names of one of our parameters in the class.
 
-    For qkv these are three where the class keeps q, k and v in three matrices, as Llama does.
+    For qkv these are three if the class keeps q, k and v in three matrices, as Llama does.
     """
     module, leaf = name.rsplit(".", 1)
     prefix = ""
@@ -278,9 +277,9 @@ def is_transposed(a: Architecture, name: str, w: torch.Tensor) -> bool:
 
 
 def hf_tensors(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> Weights:
-    """Return one of our parameters as the class stores it: its names there -> the values.
+    """Return one of our parameters as the class stores it: name in the class -> value.
 
-    The padding of the vocabulary is cut off, and GPT-2's matrices are transposed.
+    The padding of the vocabulary is removed, and GPT-2's matrices are transposed.
     """
     if name in EMBEDDINGS:
         w = w[: c.vocab_size]
@@ -299,7 +298,7 @@ def to_state(a: Architecture, c: GPTConfig, parameters: Weights) -> Weights:
     for name, w in parameters.items():
         stored |= hf_tensors(a, c, name, w)
     if a is GPT2 and not c.bias:
-        # The class always has biases here. Biases of zero compute the same as none.
+        # The class always has biases here. Zero biases compute the same as none.
         for key in [key for key in stored if ".h." in key or ".ln_f." in key]:
             stored[key.removesuffix("weight") + "bias"] = w.new_zeros(stored[key].size(-1))
     return stored
@@ -309,9 +308,8 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
     """Return our parameters from those that the class stores: the inverse of to_state().
 
     parameters: those of the model, on the meta device.
-    Raises ValueError, which names the tensor, if one is missing, if one belongs to no part of the
-    model, if one is not what config.json says, or if one is not finite: even if the texts never use
-    such a number, no checkpoint could be saved.
+    Raises ValueError, which names the tensor, if one is missing, if the model has no such tensor,
+    if one does not match config.json, or if one is not finite: Saver could not save it.
     """
     a = architecture_of(c)
     unused = dict(stored)
@@ -324,7 +322,7 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
             w = unused.pop(key, None)
             if w is None or w.shape != expected.shape or not w.is_floating_point():
                 shape = tuple(expected.shape)
-                raise ValueError(f"there is no tensor {key} of the shape {shape}, of floats")
+                raise ValueError(f"there is no floating-point tensor {key} of shape {shape}")
             if not w.float().isfinite().all():
                 raise ValueError(f"{key} holds NaN or infinity")
             parts.append(w)
@@ -340,8 +338,8 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
         tied = c.tie_embeddings and key == "lm_head.weight" and torch.equal(w.float(), wte)
         zero = key.endswith(".bias") and not w.any()
         if c.tie_embeddings and key == "lm_head.weight" and not tied:
-            problem = "tie_word_embeddings is true in config.json (or there by default)"
-            raise ValueError(f"{problem}, but {key} is another matrix: if it is right, say false")
+            problem = "tie_word_embeddings is true in config.json or by default"
+            raise ValueError(f"{problem}, but {key} is another matrix: if it is right, set false")
         if not (tied or zero or key.endswith(constants)):
             raise ValueError(f"{key} belongs to no part of this architecture")
     return state
@@ -350,14 +348,14 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
 # --------------------------------------------------------------------------------------------------
 # Folders
 
-NANOGPT = ".pt"  # ends the name of a checkpoint of nanoGPT, which is a file
+NANOGPT = ".pt"  # suffix of a checkpoint of nanoGPT, which is a file
 
 
 def save_weights(a: Architecture, c: GPTConfig, parameters: Weights, folder: Path) -> None:
     """Write model.safetensors to a folder. Its config.json is to_config(c).
 
-    a: architecture_of(c). parameters: name -> value, under our names, on the CPU. A matrix that wte
-    and lm_head share is there once, as wte.weight.
+    a: architecture_of(c). parameters: our name -> value, on the CPU. A matrix that wte and lm_head
+    share is stored once, as wte.weight.
     """
     # Not save_file(): its files can only be read by their owner (safetensors 0.8.0).
     stored = {name: w.detach() for name, w in to_state(a, c, parameters).items()}
@@ -365,13 +363,13 @@ def save_weights(a: Architecture, c: GPTConfig, parameters: Weights, folder: Pat
 
 
 def unverified(path: Path) -> str:
-    """Return what to tell the user about a model without a manifest; empty if it has one."""
+    """Return a remark for the user on a model without a manifest; "" if it has one."""
     return "" if (path / MANIFEST).exists() else f"not verified: it has no {MANIFEST}"
 
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn an error that a damaged file can cause into a UserError of one line, with its path."""
+    """Turn the errors that a damaged file can cause into a UserError of one line, with its path."""
     try:
         yield
     except OSError as e:
@@ -388,8 +386,8 @@ def read_shape(path: str | Path) -> GPTConfig:
     if path.suffix == NANOGPT and path.is_file():
         return read_nanogpt(path)[0]
     if not (path / "config.json").exists():
-        problem = "no folder of a model on this disk (it has no config.json)"
-        raise UserError(f"{path}: {problem}, and nothing is downloaded")
+        problem = "not a model folder on this disk: it has no config.json"
+        raise UserError(f"{path}: {problem}; nothing is downloaded")
     with file_errors(path / "config.json"):
         return from_config(read_object(path / "config.json"))
 
@@ -397,11 +395,11 @@ def read_shape(path: str | Path) -> GPTConfig:
 def from_pretrained(path: str | Path, verify: bool = True, **overrides: Any) -> GPT:
     """Return the model of a folder, or of nanoGPT's ckpt.pt, on the CPU in fp32.
 
-    verify: False: another process compares the files with their manifest. overrides: fields of
-    GPTConfig, such as dropout. Raises UserError, in one line, if a file is
-    missing, damaged or not safe to read, or asks for something that model.py does not compute.
+    verify: False if another process compares the files with their manifest. overrides: fields of
+    GPTConfig, such as dropout. Raises UserError if a file is missing, damaged or not safe to read,
+    or has a setting that model.py does not compute.
 
-    A folder that this program wrote has a manifest, and its files are verified by that. Folders of
+    A folder that this program wrote has a manifest, by which its files are verified. Folders of
     other programs have none: unverified() says so.
     """
     path = Path(path)
@@ -412,13 +410,13 @@ def from_pretrained(path: str | Path, verify: bool = True, **overrides: Any) -> 
     nanogpt = path.suffix == NANOGPT
     config, stored = read_nanogpt(path) if nanogpt else (read_shape(path), read_safetensors(path))
     with file_errors(path if nanogpt else path / "model.safetensors"):
-        # First, because no file may make this program build more layers than it has weights for.
+        # First, so that no file makes this program build more layers than it has weights for.
         if config.n_layer > len(stored):
             raise ValueError(f"there is no tensor of layer {len(stored)}")
-        with torch.device("meta"):  # the weights are those of `state`, not copies of them
+        with torch.device("meta"):  # `state` has the weights: they are not copied
             model = GPT(replace(config, **overrides))
         state = from_state(config, stored, dict(model.named_parameters()))
-    # Not strict, because a tied head, which is wte, is not in `state`.
+    # Not strict, because `state` does not have a tied head, which is wte.
     model.load_state_dict(state, strict=False, assign=True)
     if config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
@@ -431,13 +429,13 @@ def read_safetensors(folder: Path) -> Weights:
     index = folder / "model.safetensors.index.json"
     if not (folder / names[0]).exists():
         if not index.exists():
-            advice = "pytorch_model.bin could execute anything; transformers can save it anew"
-            raise UserError(f"{folder}: there is no model.safetensors ({advice})")
+            advice = "save the model again with transformers; pytorch_model.bin could execute code"
+            raise UserError(f"{folder}: there is no model.safetensors: {advice}")
         with file_errors(index):
             names = sorted({str(name) for name in read_object(index)["weight_map"].values()})
             for name in names:
                 if not name or Path(name).name != name or not name.isprintable():
-                    raise ValueError(f"{name[:80]!r} is not in this folder: not read")
+                    raise ValueError(f"it names {name[:80]!r}, a file outside this folder")
     stored = {}
     for name in names:
         path = folder / name
@@ -450,8 +448,8 @@ def read_safetensors(folder: Path) -> Weights:
 def read_nanogpt(path: Path) -> tuple[GPTConfig, Weights]:
     """Return the shape and the weights of a checkpoint that nanoGPT's train.py wrote.
 
-    The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises UserError if it
-    is not such a checkpoint.
+    The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises UserError if the
+    file is not such a checkpoint.
     """
     with file_errors(path):
         check_regular_file(path)
@@ -467,13 +465,13 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, Weights]:
 def is_utf8(path: Path) -> bool:
     """Return whether the bytes of a path are UTF-8: safetensors and mmap open no other files.
 
-    On an old disk with names in GBK they are not. There Python itself reads the file.
+    On an old disk with names in GBK they are not, and Python itself reads the file.
     """
     return os.fsencode(path) == str(path).encode(errors="replace")
 
 
 def load_tensors(path: Path, mmap: bool = False) -> Any:
-    """Return what torch.save() has written. Raises ValueError or OSError if it cannot be read.
+    """Return the content of a file of torch.save(). Raises ValueError or OSError.
 
     Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
     """
@@ -482,6 +480,6 @@ def load_tensors(path: Path, mmap: bool = False) -> Any:
     except (OSError, MemoryError):
         raise
     except Exception:
-        # A damaged pickle can raise any exception. That of a pickle which would execute something
-        # explains how to let it: so neither is repeated.
+        # A damaged pickle can raise any exception. The exception for a pickle with code explains
+        # how to run it: so no exception is repeated.
         raise ValueError("it is damaged, or holds more than tensors and numbers") from None

@@ -1,4 +1,4 @@
-"""How the model runs: compiled or not, on how many processes, with which batch size."""
+"""Run the model on several processes, compiled or not, with a batch size that fits."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ from training.settings import TrainConfig
 def autocast(machine: Machine) -> torch.autocast:
     """Return the context in which matrix products run in the machine's dtype.
 
-    Without the cache: a forward pass casts each weight once, and the cache would hold all casts to
-    its end.
+    autocast's cache is off: a forward pass casts each weight once, and the cache would hold all
+    casts until its end.
     """
     enabled = machine.dtype != torch.float32
     return torch.autocast(machine.device.type, machine.dtype, enabled, cache_enabled=False)
@@ -39,7 +39,7 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
 def any_signal(signals: Sequence[int], machine: Machine) -> bool:
     """Return whether a signal has arrived at any rank. All ranks must call this.
 
-    The hosts ask each other: nothing waits for a device.
+    The hosts communicate: nothing waits for a device.
     """
     count = torch.tensor(len(signals))
     if machine.group:
@@ -62,11 +62,11 @@ def plan_run(
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
-    step: its T, dtype, device and world. capacity: bytes of memory for a step on each device.
-    progress: of a resumed run.
-    saved_batch_size: of its checkpoint; with auto it keeps this one if it fits.
+    step: only its T, dtype, device and world are used. capacity: bytes of memory for a step on each
+    device. progress: of a resumed run. saved_batch_size: of its checkpoint; auto keeps this value
+    if it fits.
     """
-    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
+    # compile=auto depends on the length of the run, which is known before the batch size.
     trial = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
     flops = model.flops_per_token(cfg.block_size) * trial.tokens_at(trial.steps)
     # Two micro-steps: accumulation needs more memory than one micro-step does.
@@ -82,12 +82,12 @@ def plan_run(
 
 
 def check_capacity(model: GPT, step: Step, capacity: float) -> None:
-    """Raise UserError if a step will need far more than `capacity` bytes, by its prediction."""
+    """Raise UserError if a step is predicted to need far more than `capacity` bytes."""
     size = bytes_needed(model, step)
     if size > 1.25 * capacity:  # on a CPU a prediction may be 25 % too high (training/memory.py)
-        gb = f"{size / 1e9:.1f} GB of memory, and there are {capacity / 1e9:.1f}"
+        gb = f"{size / 1e9:.1f} GB of memory, but there are {capacity / 1e9:.1f}"
         largest = largest_batch(model, step, capacity)
-        advice = f"--batch_size={largest} fits" if largest else "plan.py says what others need"
+        advice = f"--batch_size={largest} fits" if largest else "plan.py compares other settings"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
 
 
@@ -95,7 +95,7 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
     """Return whether to use torch.compile. kind: type of the device; flops: of the whole run.
 
     With compile=auto, a run on cuda is always compiled. A run on a CPU is compiled if it needs more
-    than 5e14 FLOPs, which take ten minutes or more: to compile takes half a minute.
+    than 5e14 FLOPs, which take ten minutes or more: compiling takes half a minute.
     """
     if cfg.compile == "auto":
         return kind == "cuda" or (kind == "cpu" and flops > 5e14)
@@ -123,8 +123,8 @@ def halve_batch(
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks, each by itself, and the loss.
 
-    What lies between the blocks stays as it is: the hooks that gather the weights of a block, and
-    the checkpoint that computes a block twice. All blocks share one compiled code.
+    The code between the blocks is not compiled: the hooks that gather the weights of a block, and
+    activation checkpointing. All blocks share one compiled code.
     """
     for block in model.blocks:
         block.compiled = torch.compile(block.compute, dynamic=False)
@@ -132,7 +132,7 @@ def compile_blocks(model: GPT) -> None:
 
 
 def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Callable:
-    """Return the model as it runs: under torchrun in DDP or Shards, and compiled if asked for."""
+    """Return the model as it runs: under torchrun in DDP or Shards, and compiled if wanted."""
     for block in model.blocks:
         block.recompute = cfg.recompute == "blocks"
     compiles_blocks = cfg.recompute != "none" or is_sharded_run(cfg, machine)
@@ -142,20 +142,20 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
         return Shards(model, cfg.shard, machine)
     forward = model
     if dist.is_initialized():
-        # The only buffer, the rope table, is constant: no step need send it to the ranks. DDP's
-        # option for that is broadcast_buffers up to torch 2.12, and forward_sync_buffers from 2.13
-        # on. This method is private, but it is the same in all of them.
+        # The only buffer, the rope table, is constant: no step needs to broadcast it. DDP's option
+        # for that is broadcast_buffers up to torch 2.12, and forward_sync_buffers from 2.13 on.
+        # This method is private, but it is the same in all versions.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["rope"])
         ids = [machine.local_rank] if machine.device.type == "cuda" else None
         forward = DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
-    # DDP comes first and the compiler second, so that communication overlaps the backward pass.
+    # DDP is wrapped before compiling, so that communication overlaps the backward pass.
     return torch.compile(forward, dynamic=False) if compiled and not compiles_blocks else forward
 
 
 def remove_empty_libraries() -> list[Path]:
     """Delete the empty libraries in the cache of torch.compile, and return their paths.
 
-    A Ctrl-C while it compiles leaves one. torch takes it for a good one, at each start anew.
+    A Ctrl-C during compiling leaves one, which torch loads at every later start.
     """
     from torch._inductor.codecache import cache_dir  # takes a second, if nothing has compiled yet
 
@@ -176,16 +176,16 @@ def compiler_errors() -> Iterator[None]:
             raise
         first_line = str(e).partition("\n")[0]
         if empty := remove_empty_libraries():
-            problem = f"it met empty libraries in its cache ({empty[0]}), which are now deleted"
-            raise UserError(f"torch.compile failed: {problem}: give the same command again") from e
+            problem = f"its cache had empty libraries ({empty[0]}), which are now deleted"
+            raise UserError(f"torch.compile failed: {problem}: run the same command again") from e
         reason = f"{type(e).__name__}: {first_line}"
         raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
 
 
 def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id: int) -> None:
-    """Let a compiled model compile itself before the first step, whose time is then that of a step.
+    """Trigger compilation before the first step, so that the time of that step is typical.
 
-    Raises UserError if it cannot be compiled here, without a C++ compiler or on an old GPU.
+    Raises UserError if the model cannot be compiled, without a C++ compiler or on an old GPU.
     """
     start = time.perf_counter()
     machine.print0("compiling: this takes a while")
@@ -193,7 +193,7 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
         with autocast(machine):
             forward(*batch).backward()
         if machine.device.type == "cuda":
-            # Evaluations, as they are and by document: better now than in step eval_every.
+            # Evaluation, with and without separate documents: better now than in step eval_every.
             forward.eval()
             with torch.no_grad(), autocast(machine):
                 for begins in (None, eos_id):
@@ -205,16 +205,16 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
 
 
 def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: float) -> bool:
-    """Return whether two micro-steps of this batch fit into the memory of all ranks, by trying.
+    """Return whether two micro-steps of this batch fit into the memory of all ranks, by a trial.
 
-    state_bytes: of the optimizer, whose state is there from the second step on. With DDP, the ranks
-    do not communicate here, so none waits for one that runs out of memory.
+    state_bytes: of the optimizer, whose state exists from the second step on. With DDP, the ranks
+    do not communicate here, so no rank waits for one that runs out of memory.
     """
     no_sync = getattr(forward, "no_sync", nullcontext)
     enough = True
     try:
         state = torch.ones(int(state_bytes), dtype=torch.uint8, device=machine.device)
-        for _ in range(2):  # the gradients of the first are there in the second
+        for _ in range(2):  # the second has the gradients of the first in memory
             with no_sync(), compiler_errors():
                 with autocast(machine):
                     loss = forward(*batch)
@@ -233,26 +233,26 @@ def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: 
 
 
 def is_sharded_run(cfg: TrainConfig, machine: Machine) -> bool:
-    """Return whether weights or states are sharded. One process has nobody to share with."""
+    """Return whether weights or states are sharded, which needs several processes."""
     return cfg.shard != "none" and machine.world > 1
 
 
 class Shards(torch.nn.Module):
     """The model, sharded over the processes by torch's FSDP2: ZeRO (arXiv 1910.02054).
 
-    Each rank holds a part of every weight, of its gradient and of the optimizer's state. The whole
-    weights are gathered to compute with them. The gradients are averaged, and each rank gets those
-    of its part. The setting `shard` says when:
+    Each rank holds a local shard of every weight, of its gradient and of the optimizer's state. The
+    full weights are gathered for the computation. The gradients are averaged, and each rank gets
+    those of its shard. The setting `shard` decides how long the full tensors exist:
 
-                    whole weights are there            whole gradients are there
+                    full weights                       full gradients
         optimizer   from the first forward pass of a   from the first backward pass of a step to
                     step to its last backward pass     the last one, where they are averaged
         gradients   the same                           of a block, in its backward pass
         all         of a block, in its two passes      of a block, in its backward pass
 
-    So with `all`, weights are gathered twice in a micro-step, else once in a step. Embeddings, last
-    norm and head count as a block, whose weights stay from the beginning of a micro-step to its
-    end. The sums are the same in each case, up to rounding.
+    So with `all`, weights are gathered twice per micro-step, else once per step. Embeddings, last
+    norm and head count as a block whose weights stay gathered during a micro-step. The result is
+    the same in each case, up to rounding.
     """
 
     def __init__(self, model: GPT, shard: str, machine: Machine):
@@ -269,7 +269,7 @@ class Shards(torch.nn.Module):
 
     def forward(self, *inputs: torch.Tensor, **options) -> torch.Tensor:
         y = self.model(*inputs, **options)
-        if not torch.is_grad_enabled():  # no backward pass will come, which frees the whole weights
+        if not torch.is_grad_enabled():  # there will be no backward pass to free the full weights
             self.free_full_weights()
         return y
 
@@ -279,7 +279,7 @@ class Shards(torch.nn.Module):
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Gather all weights once, and keep them for a while, to generate text."""
+        """Gather all weights once, and keep them during the block, to generate text."""
         for module in (*self.model.blocks, self.model):
             module.unshard()
         for block in self.model.blocks:
@@ -293,7 +293,7 @@ class Shards(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For every micro-step of a step but the last one: keep what the table says."""
+        """Use this in every micro-step but the last one of a step, to keep what the table says."""
         self.model.set_reshard_after_backward(self.shard == "all")
         self.model.set_requires_gradient_sync(self.shard != "optimizer")
         yield
