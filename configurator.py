@@ -1,7 +1,7 @@
 """Settings: dataclass defaults  <-  config/NAME.py files  <-  --key=value, as one checked object.
 
-A script declares its settings once, as a dataclass. Each field says its default, its help text, and
-where needed the values that it accepts and the group that it begins:
+A script declares its settings once, as a dataclass. Each field has a default, a help text, and if
+needed the values that it accepts and the heading of the group that starts with it:
 
     @dataclass(frozen=True)
     class TrainConfig:
@@ -12,9 +12,9 @@ where needed the values that it accepts and the group that it begins:
             return []
 
 `parse(TrainConfig)` reads the command line. Config files are given by their paths and contain plain
-assignments; a later file wins over an earlier one. Options are written as `--key=value`,
-`--key value` or `--flag`, and win over all files. A mistake is never guessed around: it ends the
-program with one line and exit code 2.
+assignments; a later file overrides an earlier one. Options are written as `--key=value`,
+`--key value` or `--flag`, and override all files. A mistake ends the program with one line and exit
+code 2.
 """
 
 import dataclasses
@@ -57,10 +57,10 @@ def note(text: str) -> None:
 
 
 class Unfailing:
-    """A stream that drops what cannot be written, as after a Ctrl-C that also ended `| tee log`."""
+    """A stream that drops output that cannot be written, such as after the end of `| tee log`."""
 
     def __init__(self, stream: Any):
-        self.stream = stream or open(os.devnull, "w")  # None: it was closed from the beginning
+        self.stream = stream or open(os.devnull, "w")  # None: it was closed at the start
 
     def write(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -82,7 +82,7 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     needs_output: False for a script whose results are files. It continues when its output can no
     longer be written, for example because the terminal was closed.
     """
-    # A terminal may lack a character: it shows ? instead. What is pasted may not be UTF-8.
+    # A terminal may lack a character: print ? instead. Pasted bytes may not be UTF-8.
     for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
@@ -111,7 +111,7 @@ def end(problem: str) -> None:
     """Print an error in one line, and end the process with exit code 2.
 
     Under torchrun, an error that all ranks share is printed once on each computer: the other ranks
-    wait for torchrun to end them. What only such a rank has met, it prints after that time.
+    wait for torchrun to end them. If they are not ended in that time, they print it too.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
@@ -136,18 +136,18 @@ def option(
 ) -> Any:
     """Return a field of a dataclass of settings.
 
-    group: the heading in --help of this field and of those that follow it. choices: the texts that
-    are accepted. limits: of a number, or of each number of a list: minimum and maximum are accepted
-    themselves, above and below are not.
+    group: the heading in --help of this field and those that follow it. choices: the accepted
+    texts. limits: of a number, or of each number of a list: minimum and maximum are inclusive,
+    above and below are exclusive.
     """
     metadata = dict(help=help, group=group, choices=choices, limits=limits)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def metadata_of(cls: type, name: str) -> Mapping[str, Any]:
-    """Return what option() was told of a setting; {} if it is a plain field.
+    """Return the arguments of option() for a setting; {} if it is a plain field.
 
-    A class that only changes the default of an inherited setting need not repeat the rest.
+    A class that only changes the default of an inherited setting need not repeat them.
     """
     declared = [vars(c).get("__dataclass_fields__", {}).get(name) for c in cls.__mro__]
     return next((field.metadata for field in declared if field and field.metadata), {})
@@ -164,7 +164,7 @@ def grouped(cls: type) -> dict[str, list[str]]:
 
 
 def type_name(kind: Any) -> str:
-    """Return what an error message or --help calls a type: int, true|false, a|b, text ..."""
+    """Return the name of a type in messages and --help: int, true|false, a|b, text ..."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return f"{type_name(args[0])} ..."
@@ -173,7 +173,7 @@ def type_name(kind: Any) -> str:
 
 
 def domain(cls: type, name: str) -> str:
-    """Return what a setting accepts: choices, or type and limits: `float >= 0 and < 1`."""
+    """Return the values that a setting accepts: choices, or type and limits: `float >= 0`."""
     meta = metadata_of(cls, name)
     kind = "|".join(meta.get("choices", ())) or type_name(typing.get_type_hints(cls)[name])
     limits = [f"{BOUNDS[limit][0]} {number}" for limit, number in meta.get("limits", {}).items()]
@@ -194,7 +194,7 @@ def convert(value: Any, kind: Any) -> Any:
     if origin is tuple:
         return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
     if origin in (typing.Union, types.UnionType):
-        for one in args:  # the first type that accepts the value
+        for one in args:  # the first type that accepts the value is used
             with suppress(ValueError, LookupError, ArithmeticError):
                 return convert(value, one)
     elif origin is Literal:
@@ -206,12 +206,12 @@ def convert(value: Any, kind: Any) -> Any:
         if kind(number) == number and abs(number) < (2**63 if kind is int else math.inf):
             return kind(number)
     elif kind in (dict, str) and isinstance(value, kind) and "\0" not in value:
-        return value  # a dict comes from a config file only; no file name has a NUL
+        return value  # a dict comes from a config file only; no file name contains a NUL
     raise ValueError(value)
 
 
 def is_within(value: Any, meta: Mapping[str, Any]) -> bool:
-    """Return whether a value is one of the choices and within the limits that option() was told."""
+    """Return whether a value is one of the choices and within the limits of option()."""
     if isinstance(value, tuple):
         return all(is_within(one, meta) for one in value)
     if isinstance(value, str):
@@ -233,7 +233,7 @@ def kind_of(cls: type, key: str, source: str) -> Any:
 
 
 def expanded(cls: type, key: str, value: Any) -> dict[str, Any]:
-    """Return the settings that a setting and its value are short for, by the table cls.SHORT."""
+    """Return the settings that a setting and its value stand for, by the table cls.SHORT."""
     return getattr(cls, "SHORT", {}).get((key, str(value)), {key: value})
 
 
@@ -257,7 +257,7 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
 
 
 def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
-    """Run a config file and put its assignments into `values`, except for names that begin with _.
+    """Run a config file and put its assignments into `values`, except for names that start with _.
 
     Raises UserError if the file cannot be run, or if a setting or value is not accepted.
     """
@@ -280,8 +280,8 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
 def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: str = "") -> Any:
     """Return a `cls` with the settings of the command line `argv` (default: of this process).
 
-    positional: the setting, a list, that takes the arguments which are no options, as in
-    `plot.py out/a out/b`. Without it, such an argument must be a config file.
+    positional: the setting, a list, that gets the arguments without --, as in
+    `plot.py out/a out/b`. By default, such an argument must be a config file.
     --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
     """
     return validated(cls, given_settings(cls, argv, doc, positional))
@@ -304,7 +304,7 @@ def given_settings(
 ) -> dict[str, Any]:
     """Return {setting: value} of the config files and options of a command line, as in parse().
 
-    A setting that has its default value because nobody has given it is not among them.
+    Settings that were not given are not in it.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--help" in argv or "-h" in argv:
@@ -319,7 +319,7 @@ def given_settings(
             key = key.replace("-", "_")
             kind = kind_of(cls, key, f"--{key}")
             is_list = typing.get_origin(kind) is tuple
-            # A switch may stand alone, also in front of a config file: it is then True.
+            # A switch may stand alone, also before a config file: it is then True.
             is_switch = bool in (kind, *typing.get_args(kind))
             texts: list[Any] = [text] if equals else []
             while argv and not argv[0].startswith("--") and (is_list or not texts):
@@ -337,18 +337,18 @@ def given_settings(
             read_file(cls, arg, values)
         else:
             raise UserError(f"argument {arg!r}: expected config/NAME.py or --key=value; see --help")
-    for key, value in options.items():  # after all files, wherever they stand on the command line
+    for key, value in options.items():  # after all files, wherever these are on the command line
         set_value(cls, values, key, value, f"--{key}")
     # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.
     return {k: os.path.expanduser(v) if k.endswith("_dir") else v for k, v in values.items()}
 
 
 # --------------------------------------------------------------------------------------------------
-# Output: the text of --help, rows that fit a terminal, and the settings that are not the defaults
+# Output: the text of --help, rows that fit a terminal, and the settings that differ from defaults
 
 
 def help_text(cls: type, doc: str) -> str:
-    """Return `doc` and the settings in groups: the default of each, its help, what it accepts."""
+    """Return `doc`, and the settings in groups: default, help and accepted values of each."""
     width = columns() or 100
     out = []
     for part in (doc or "").strip().split("\n\n"):
@@ -368,23 +368,23 @@ def help_text(cls: type, doc: str) -> str:
 
 
 def columns() -> int:
-    """Return the width of the terminal that stdout goes to; 0 if there is none."""
+    """Return the width of the terminal of stdout; 0 if stdout is not a terminal."""
     return shutil.get_terminal_size((0, 0)).columns if sys.stdout.isatty() else 0
 
 
 def folded(text: str, width: int, indent: int = 4) -> str:
-    """Return a text whose lines have at most `width` columns, by going on below; 0: as it is.
+    """Return a text whose lines are wrapped to at most `width` columns; 0: not wrapped.
 
-    indent: of what goes on below, beside the indent of its line.
+    indent: of continuation lines, in addition to the indent of their line.
     """
     rows = []
     for line in text.split("\n"):
-        # A Chinese character takes two columns: the NUL behind it is counted as the second. A row
-        # that ends between the two is one column longer than it counts.
+        # A Chinese character takes two columns: a NUL after it counts as the second. If a row ends
+        # between the two, it is one column longer than counted.
         padded = "".join(c + "\0" * (unicodedata.east_asian_width(c) in "WF") for c in line)
         is_wide = "\0" in padded
         below = " " * (len(line) - len(line.lstrip()) + indent)
-        # Chinese has no spaces. Options and paths stay whole.
+        # Chinese has no spaces. Options and paths are not broken.
         options = dict(break_on_hyphens=False, break_long_words=is_wide, subsequent_indent=below)
         fits = not width or len(padded) <= width
         rows += [padded] if fits else textwrap.wrap(padded, width - is_wide, **options)
@@ -392,7 +392,7 @@ def folded(text: str, width: int, indent: int = 4) -> str:
 
 
 def row(key: str, value: str) -> str:
-    """Return `key` + `value`. A value that is too long goes on below, beside the key."""
+    """Return `key` + `value`. A long value is wrapped, with its lines aligned after the key."""
     width = columns() and max(20, columns() - len(key))
     top, *below = folded(value, width).split("\n")
     return "\n".join([key + top, *(" " * len(key) + line for line in below)])

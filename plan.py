@@ -4,12 +4,12 @@
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
 
-Like train.py, it takes the data set that was prepared last, unless --dataset names one. With
+Like train.py, it uses the data set that was prepared last, unless --dataset names one. With
 --vocab_size it reads no data: then the run needs a length in steps or tokens.
 
-Every setting of train.py is accepted too. The answers come from formulas: those in
-training/memory.py, flops_per_token in model.py, and those below. (What a run takes on this machine
-is what train.py's log says after some steps, as `eta`.)
+All settings of train.py are accepted. The results come from formulas: those in training/memory.py,
+flops_per_token in model.py, and those below. For the time of a run on this machine, start it and
+read `eta` in the log of train.py.
 """
 
 import re
@@ -38,7 +38,7 @@ class PlanConfig(TrainConfig):
     gpu: str = option(
         "", "v100-16g, a100-80g, 4090, h100, ...; default: this machine's device", group="Where"
     )
-    nproc: int = option(1, "number of devices, with one process for each")
+    nproc: int = option(1, "number of devices, with one process each")
     vocab_size: int = option(
         0, "plan without data, for a vocabulary of this size; 0: the data set's", group="How much"
     )
@@ -50,13 +50,13 @@ class PlanConfig(TrainConfig):
         if self.vocab_size and not (self.max_steps or self.max_tokens):
             problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
         if self.resume == "yes":
-            problems.append("init_from=resume: a plan reads no run; give the settings of the run")
+            problems.append("init_from=resume: a plan cannot resume a run; give the run's settings")
         return problems
 
 
 @dataclass(frozen=True)
 class Device:
-    """One of the devices that the run is planned for."""
+    """A device of the planned run."""
 
     name: str
     kind: str  # cuda, cpu or mps
@@ -69,11 +69,11 @@ class Device:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All that the sections below are about."""
+    """The input of the sections below."""
 
     cfg: PlanConfig
     sets: list[DataSet]
-    model: GPT  # on the meta device: only the shapes of the weights are there
+    model: GPT  # on the meta device: its weights have shapes only
     device: Device
     plan: Plan
     step: Step
@@ -108,9 +108,9 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
 
 
 def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
-    """Return the shape of the model: what the settings say, or that of the model to fine-tune.
+    """Return the shape of the model, from the settings or from the model to fine-tune.
 
-    Raises UserError if it cannot be read.
+    Raises UserError if that model cannot be read.
     """
     if cfg.init_from == "scratch":
         return model_config(cfg, vocab_size)
@@ -118,9 +118,9 @@ def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
 
 
 def named_gpu(cfg: PlanConfig) -> Device:
-    """Return the GPU that --gpu names: of the table, or another whose memory and speed are given.
+    """Return the GPU that --gpu names: from the table, or with the given memory and speed.
 
-    Raises UserError if there is no such GPU, or if it does not compute in cfg.dtype.
+    Raises UserError if there is no such GPU, or if it does not support cfg.dtype.
     """
     card = find_gpu(cfg.gpu)
     dtype = torch.bfloat16 if card is None or "bf16" in card.tflops else torch.float16
@@ -129,11 +129,11 @@ def named_gpu(cfg: PlanConfig) -> Device:
     size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
     if card is None and not (size and float(size[1]) and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
-        others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
+        others = "for another GPU, give its memory and speed: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
     peak, source = datasheet_peak(card.name, dtype) if card else (None, "")
     if card and peak is None:
-        raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")
+        raise UserError(f"dtype={cfg.dtype}: not supported by {card.name}; leave dtype out")
     if cfg.peak_tflops:
         peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
     if card is None:
@@ -165,7 +165,7 @@ def section(title: str, rows: dict[str, str]) -> None:
 
 
 def duration(hours: float) -> str:
-    """Return hours as text, in the unit that suits them: s, minutes, hours or days."""
+    """Return hours as text, in a suitable unit: s, minutes, hours or days."""
     if hours <= 1 / 12:
         return f"{hours * 3600:.1f} s"
     if hours < 1:
@@ -191,11 +191,10 @@ def print_memory(run: PlannedRun) -> None:
 
 
 def print_choices(run: PlannedRun) -> PlannedRun:
-    """Print what other settings would need, and flags with which the run fits if it does not.
+    """Print the memory of other settings. If the run does not fit, print flags with which it fits.
 
-    Return the run with these flags, if there are any.
-    They come in the order of what they cost. Computing the blocks twice takes up to a third of the
-    time again; what is sharded has to be sent.
+    Return the run with these flags, if there are any. The cheapest come first: recompute=blocks
+    takes up to a third more time, and shard sends more data.
     """
     step = run.step
     choices = {}
@@ -217,7 +216,7 @@ def print_choices(run: PlannedRun) -> PlannedRun:
     if fits(run, step):
         return run
     if not fitting:
-        advice = "nothing fits: lower batch_size to what a row says, or take more devices"
+        advice = "nothing fits: lower batch_size to that of a row, or use more devices"
         print(f"  {advice}, or a smaller model")
         return run
     print(f"  it fits with {fitting[0]}\n  (the time below is with that)")
@@ -236,7 +235,7 @@ def fits(run: PlannedRun, step: Step) -> bool:
 def repeated_flops(model: GPT, T: int) -> int:
     """Return the FLOPs per token that recompute=blocks repeats: the forward pass of the blocks.
 
-    (In eager mode torch leaves out the last product of each block.)
+    In eager mode torch omits the last product of each block; this is not counted.
     """
     c = model.config
     weights = model.num_params()["matmul"] - c.vocab_size * c.n_embd  # of the blocks: 2 FLOPs each
@@ -262,11 +261,11 @@ def print_time(run: PlannedRun) -> None:
 
 
 def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
-    """Return how long so many FLOPs take, and the energy, at some fractions of the peak."""
+    """Return the time and energy for `flops` FLOPs, at several fractions of the peak."""
     cfg = run.cfg
     hours_at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
-    # A peak that is given may be a measured speed: a fraction of it would say nothing.
+    # A given peak may be a measured speed: a fraction of it has no meaning.
     for fraction in (1.0,) if cfg.peak_tflops else (0.15, 0.2, 0.3, 0.4, 0.55):
         hours = hours_at_peak / fraction
         text = duration(hours)
@@ -279,10 +278,10 @@ def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
 
 
 def print_network(run: PlannedRun) -> None:
-    """Print what a device sends in a step, and how long that takes between two computers.
+    """Print the bytes that a device sends in a step, and their time between two computers.
 
-    A ring of devices crosses each link between computers once, so this is what the link carries,
-    however many devices a computer has. What a device sends while it computes costs no time.
+    A ring of devices crosses each link between computers once. So the link carries this many bytes,
+    however many devices a computer has. Sending that overlaps with computing costs no time.
     """
     accum = run.plan.accum
     sent = dict(none=8, optimizer=8, gradients=4 + 4 * accum, all=12 * accum)  # bytes a parameter

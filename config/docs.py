@@ -1,4 +1,4 @@
-# Documentation, by tokens of a BPE: the corpus that `python prepare.py` makes.
+# Documentation as tokens of a BPE: the corpus that `python prepare.py` makes.
 # 0.7M parameters; 1,000 steps of 2,048 tokens are 0.8 epochs and 10 TFLOP.
 run_name = "docs"
 dataset = "docs"

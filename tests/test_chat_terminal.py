@@ -155,7 +155,7 @@ def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses)
     forge(folder)
     write_alphabet(tmp_path / "alphabet.model", set("abc"), with_bytes=True)
     other = ["--chat", f"--ckpt={folder}", f"--tokenizer={tmp_path / 'alphabet.model'}"]
-    assert f"{folder}: its tokenizer has no <|im_start|> and" in refuses(sample.main, *other)
+    assert f"{folder}: --chat needs a tokenizer with" in refuses(sample.main, *other)
 
 
 @pytest.mark.slow
