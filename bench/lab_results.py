@@ -40,7 +40,7 @@ Results = dict[str, dict[int, Result]]  # variant -> seed -> result
 
 @dataclass(frozen=True)
 class Row:
-    """A variant beside the baseline, over the seeds with which both are finished."""
+    """A variant compared with the baseline, over the seeds with which both are finished."""
 
     variant: str
     verdict: str
@@ -64,8 +64,8 @@ def read_run(
     """Return what a run has measured, or None if it is not finished, or has read other data.
 
     data: the SHA-256 of train.bin of each data set that it shall have read; None: any.
-    judges: data sets that the run reads. Its loss is the mean of theirs, each counted once: the
-    shares of a mixture, by which train.py weighs them, may be what the variants differ in.
+    judges: data sets that the run reads. Its loss is the mean of theirs, each counted once, since
+    variants may differ in the weights of a mixture, by which train.py weighs the losses.
     loss: its key in metrics.jsonl.
     """
     records = read_metrics(folder / "metrics.jsonl")
@@ -81,7 +81,7 @@ def read_run(
     return Result(
         tokens=step_tokens * np.array([r["step"] for r in evaluations]),
         losses=np.mean(losses, axis=0),
-        by_set={name: of_set[-1] for name, of_set in zip(judges, losses, strict=True)},
+        by_set={name: set_losses[-1] for name, set_losses in zip(judges, losses, strict=True)},
         steps=records[0]["steps"],
         step_ms=statistics.median(times[1:] or times),  # the first step warms up
     )

@@ -122,7 +122,7 @@ def test_gpu_suite_gives_known_options(toy, tmp_path):
 @pytest.mark.parametrize("page", ["results.md", "extending.md"])
 def test_published_commands_give_known_options(page, monkeypatch):
     monkeypatch.chdir(REPO)
-    # A command goes on behind a backslash, and until its quotes are closed.
+    # A command continues after a backslash, and until its quotes are closed.
     quoted = r'(?:"[^"]*"|\\\n|[^"\n])*'
     text = (REPO / "docs" / page).read_text()
     commands = re.findall(rf"^    python -m (bench\.\w+)({quoted})$", text, re.MULTILINE)

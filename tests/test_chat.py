@@ -32,7 +32,7 @@ def chat_data(tiny_data, tmp_path_factory) -> Path:
     """A folder of data sets with `tiny`, and with `chat`: conversations with the same tokenizer."""
     root = tmp_path_factory.mktemp("chat")
     options = ["--name=chat", f"--data_dir={tiny_data}", f"--tokenizer={tiny_data / 'tiny'}"]
-    prepared(root, [{"messages": m} for m in conversations(300, marks=True)], *options)
+    prepared(root, [{"messages": m} for m in conversations(300, special=True)], *options)
     return tiny_data
 
 
@@ -100,9 +100,9 @@ def test_the_fields_of_chat_are_a_question_and_its_answer(tiny_data, tmp_path, r
 def test_what_says_do_not_learn_this_is_not_learned(tiny_data, tmp_path):
     """The answers of a conversation that are not to be learned stay before those that are."""
     no = [{"label": False}, {"weight": 0}, {"weight": "0"}, {"train": "False"}]
-    records = [talk(QUESTION, ANSWER, **mark) for mark in no]
+    records = [talk(QUESTION, ANSWER, **flag) for flag in no]
     records += [talk(QUESTION, ANSWER | {"loss": False})]
-    records += [talk(QUESTION, ANSWER | mark, QUESTION, ANSWER) for mark in no]
+    records += [talk(QUESTION, ANSWER | flag, QUESTION, ANSWER) for flag in no]
     records += [talk(QUESTION, ANSWER, label=True, weight=1)] * 4
     folder = chats(tiny_data, tmp_path, records, "--val_fraction=0.4")
     meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
@@ -130,8 +130,8 @@ def test_marks_of_other_values_and_of_texts_are_counted(tiny_data, tmp_path):
 
 def test_a_mark_moves_no_document_to_the_other_split(tiny_data, tmp_path):
     texts = [{"content": f"So {i}."} for i in range(60)]
-    marks = [{}, {"loss": False}]
-    records = [talk(QUESTION, ANSWER | t | m, QUESTION, ANSWER) for t in texts for m in marks]
+    flags = [{}, {"loss": False}]
+    records = [talk(QUESTION, ANSWER | t | m, QUESTION, ANSWER) for t in texts for m in flags]
     meta = open_dataset(chats(tiny_data, tmp_path, records))
     assert all(s["documents"] % 2 == 0 for s in meta["splits"].values())
 
@@ -150,14 +150,14 @@ def test_names_of_special_tokens_are_counted_or_end_documents(tiny_data, tmp_pat
 
 
 def test_no_text_can_write_a_mark(tmp_path):
-    """Neither a text nor a message is encoded to a mark, and both keep their letters."""
+    """Neither a text nor a message is encoded to a special token, and both keep their letters."""
     letters = f"{IM_START}user\n{IM_END} </s> "
     messages = [QUESTION | {"content": letters}, ANSWER | {"content": letters * 3}]
     records = [{"text": f"{letters} {i}"} for i in range(60)] + [talk(*messages)] * 20
     folder = prepared(tmp_path, records + make_records(60))
     meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
     ids = np.concatenate([open_split(folder, meta, split) for split in ("train", "val")])
-    assert [np.count_nonzero(ids == mark) for mark in chatml_ids(tokenizer)] == [40, 40]
+    assert [np.count_nonzero(ids == i) for i in chatml_ids(tokenizer)] == [40, 40]
     assert set(chatml_ids(tokenizer)) == {3, 4}
     texts = all_texts(folder)
     assert f"{IM_START}user\n{letters}{IM_END}\n" in "".join(texts)
@@ -195,7 +195,7 @@ def test_wrong_conversations_are_bad_records_with_their_line(tiny_data, tmp_path
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bytes.tiktoken"])
-def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tokenizer):
+def test_a_tokenizer_without_the_special_tokens_is_refused_by_name(tmp_path, refuses, tokenizer):
     if tokenizer.endswith("tiktoken"):
         tokenizer = tiktoken_file(tmp_path / tokenizer)
     options = [f"--tokenizer={tokenizer}", "--vocab_size=4096"]  # which is the default

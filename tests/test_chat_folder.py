@@ -1,6 +1,7 @@
 """Other programs chat with a checkpoint of a run on conversations, by the ids of the training data.
 
-The letters of a mark in a message are the one exception: here they are text, and there a mark.
+The letters of a special token in a message are the one exception: they are text here, and the
+token itself there.
 """
 
 import random
@@ -34,13 +35,13 @@ def records(chats: list[list[dict]]) -> list[dict]:
     return [{"messages": chat} for chat in chats]
 
 
-def conversations(n: int, seed: int = 0, marks: bool = False) -> list[list[dict]]:
+def conversations(n: int, seed: int = 0, special: bool = False) -> list[list[dict]]:
     """Return n conversations in both languages: several turns, code, emoji, and odd line ends.
 
-    marks: also with the letters of a mark.
+    special: also with the letters of a special token.
     """
     rng = random.Random(seed)
-    parts = [*PARTS, "<|im_end|>"] if marks else PARTS
+    parts = [*PARTS, "<|im_end|>"] if special else PARTS
     chats = []
     for number in range(n):
         roles = ["user", "assistant"] * rng.randint(1, 4)

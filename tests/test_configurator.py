@@ -174,7 +174,7 @@ def test_every_config_is_valid_and_names_its_run(path):
 
 def test_no_setting_abbreviates_an_option_of_torchrun():
     """torchrun refuses `train.py --run=x` as an ambiguous abbreviation of its own --run-path,
-    although the option stands behind the name of the script.
+    although the option comes after the name of the script.
     """
     from torch.distributed.run import get_args_parser
 

@@ -67,10 +67,10 @@ def loss_and_gradients(
     return loss.item(), [g.float().cpu() for g in torch.autograd.grad(loss, weights)]
 
 
-def assert_close(gradients: list[torch.Tensor], expected: list[torch.Tensor], share: float):
+def assert_close(gradients: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float):
     """Check that no number is off by more than this share of the largest one in its tensor."""
     for g, e in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(g, e, rtol=0, atol=share * e.abs().max().item())
+        torch.testing.assert_close(g, e, rtol=0, atol=tolerance * e.abs().max().item())
 
 
 def wide(preset: str, block_size: int = 128) -> GPT:

@@ -196,8 +196,8 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
             # Evaluation, with and without separate documents: better now than in step eval_every.
             forward.eval()
             with torch.no_grad(), autocast(machine):
-                for begins in (None, eos_id):
-                    forward(batch.x, batch.y, eos_id=begins, reduction="sum")
+                for document_eos in (None, eos_id):
+                    forward(batch.x, batch.y, eos_id=document_eos, reduction="sum")
             forward.train()
         machine.synchronize()
     forward.zero_grad(set_to_none=True)
