@@ -113,7 +113,7 @@ def row_of(name: str, seeds: list[int], results: Results, lengths: list[str]) ->
     differences = [losses[seed] - results[baseline][seed].loss for seed in seeds]
     scale = sorted((means[v] for v in lengths if v in means), key=lambda run: run.tokens[-1])
     tokens = int(mean.tokens[-1])
-    sign, needs = bytes_needed(mean.loss, [(int(run.tokens[-1]), run.loss) for run in scale])
+    sign, needs = tokens_needed(mean.loss, [(int(run.tokens[-1]), run.loss) for run in scale])
     baseline_s = means[baseline].seconds / means[baseline].tokens[-1]  # of a token
     return Row(
         variant=name,
@@ -165,7 +165,7 @@ def verdict(differences: list[float]) -> str:
     return "better" if difference < 0 else "worse"
 
 
-def bytes_needed(loss: float, scale: list[tuple[int, float]]) -> tuple[str, float]:
+def tokens_needed(loss: float, scale: list[tuple[int, float]]) -> tuple[str, float]:
     """Return how many tokens the baseline needs to end with `loss`, and a sign before them.
 
     scale: (tokens, final loss) of the baseline at each of its lengths, the shortest first. Between

@@ -115,7 +115,7 @@ def largest(cfg: SweepConfig, machine: Machine) -> int:
     with torch.device("meta"):
         model = GPT(model_config(cfg, cfg.vocab_size))
     compiled = wants_compile(cfg, machine.device.type, 0)
-    step = Step(1, cfg.block_size, 1, machine.dtype, compiled, machine.device.type).of(cfg)
+    step = Step(1, cfg.block_size, 1, machine.dtype, compiled, machine.device.type).with_cfg(cfg)
     return max(1, largest_batch(model, step, memory_capacity(machine.device)))
 
 
