@@ -16,7 +16,7 @@ demo: .venv/demo  ## Shakespeare, from text to a model that writes scenes
 	@echo "The curves of the loss are in out/demo/loss.png. For prompts of your own:"
 	@echo "    .venv/bin/python sample.py --interactive"
 
-# Nobody has written these yet: the model documents them all the same.
+# These names do not exist: the model invents their documentation.
 PROMPTS = "Robot.is_happy: Return True if" "Robot.wait_for_rain: Wait" "Robot.sing: Return" \
 	"RobotError: Raised when"
 
@@ -29,7 +29,7 @@ docs: .venv/demo  ## the documentation of Python, numpy and torch, with a BPE of
 	@echo
 	.venv/bin/python sample.py --prompt $(PROMPTS)
 
-# In wordings that were held out of the training.
+# These wordings were held out of training.
 QUESTIONS = "Explain os.path.join." "What does os.path.exists do?" "Tell me about shutil.copytree."
 
 out/docs:
@@ -51,7 +51,7 @@ format: .venv/lint  ## let ruff format the code
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
 
-# Two workers, whatever the machine: some tests measure memory, or start several processes.
+# Two workers on any machine: some tests measure memory, or start several processes.
 PYTEST = .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
 quick: .venv/dev  ## the quick tests
@@ -60,11 +60,11 @@ quick: .venv/dev  ## the quick tests
 test: .venv/dev  ## all tests (5 minutes)
 	$(PYTEST) -rs tests
 
-# Kills, signals and damages 100 small trainings, and compares each with one that was left alone.
+# Kills, signals and damages 100 small runs, and compares each with an undisturbed one.
 soak: .venv/dev  ## 100 runs, killed and damaged at random (40 minutes)
 	.venv/bin/python tests/faults/harness.py --rounds 100
 
-simgpu: .venv/dev  ## what runs on GPUs, on simulated ones: SIMGPU=FOLDER make simgpu
+simgpu: .venv/dev  ## the GPU code on simulated GPUs: SIMGPU=FOLDER make simgpu
 	.venv/bin/python -m pytest -v tests/simgpu
 
 clean:  ## remove .venv and caches; your data/ and out/ stay

@@ -1,7 +1,7 @@
 """Settings: dataclass defaults  <-  config/NAME.py files  <-  --key=value, as one checked object.
 
-A script declares its settings once, as a dataclass. Each field says its default, its help text, and
-where needed the values that it accepts and the group that it begins:
+A script declares its settings once, as a dataclass. Each field has a default, a help text, and if
+needed the values that it accepts and the heading of the group that starts with it:
 
     @dataclass(frozen=True)
     class TrainConfig:
@@ -12,9 +12,9 @@ where needed the values that it accepts and the group that it begins:
             return []
 
 `parse(TrainConfig)` reads the command line. Config files are given by their paths and contain plain
-assignments; a later file wins over an earlier one. Options are written as `--key=value`,
-`--key value` or `--flag`, and win over all files. A mistake is never guessed around: it ends the
-program with one line and exit code 2.
+assignments; a later file overrides an earlier one. Options are written as `--key=value`,
+`--key value` or `--flag`, and override all files. A mistake ends the program with one line and exit
+code 2.
 """
 
 import dataclasses
@@ -57,10 +57,10 @@ def note(text: str) -> None:
 
 
 class Unfailing:
-    """A stream that drops what cannot be written, as after a Ctrl-C that also ended `| tee log`."""
+    """A stream that drops output that cannot be written, such as after the end of `| tee log`."""
 
     def __init__(self, stream: Any):
-        self.stream = stream or open(os.devnull, "w")  # None: it was closed from the beginning
+        self.stream = stream or open(os.devnull, "w")  # None: it was closed at the start
 
     def write(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -82,7 +82,7 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     needs_output: False for a script whose results are files. It continues when its output can no
     longer be written, for example because the terminal was closed.
     """
-    # A terminal may lack a character: it shows ? instead. What is pasted may not be UTF-8.
+    # A terminal may lack a character: print ? instead. Pasted bytes may not be UTF-8.
     for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
@@ -111,7 +111,7 @@ def end(problem: str) -> None:
     """Print an error in one line, and end the process with exit code 2.
 
     Under torchrun, an error that all ranks share is printed once on each computer: the other ranks
-    wait for torchrun to end them. What only such a rank has met, it prints after that time.
+    wait for torchrun to end them. If they are not ended in that time, they print it too.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
@@ -136,18 +136,18 @@ def option(
 ) -> Any:
     """Return a field of a dataclass of settings.
 
-    group: the heading in --help of this field and of those that follow it. choices: the texts that
-    are accepted. limits: of a number, or of each number of a list: minimum and maximum are accepted
-    themselves, above and below are not.
+    group: the heading in --help of this field and those that follow it. choices: the accepted
+    texts. limits: of a number, or of each number of a list: minimum and maximum are inclusive,
+    above and below are exclusive.
     """
     metadata = dict(help=help, group=group, choices=choices, limits=limits)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def about(cls: type, name: str) -> Mapping[str, Any]:
-    """Return what option() was told of a setting; {} if it is a plain field.
+def metadata_of(cls: type, name: str) -> Mapping[str, Any]:
+    """Return the arguments of option() for a setting; {} if it is a plain field.
 
-    A class that only changes the default of an inherited setting need not repeat the rest.
+    A class that only changes the default of an inherited setting need not repeat them.
     """
     declared = [vars(c).get("__dataclass_fields__", {}).get(name) for c in cls.__mro__]
     return next((field.metadata for field in declared if field and field.metadata), {})
@@ -158,25 +158,25 @@ def grouped(cls: type) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     heading = "Settings"
     for field in dataclasses.fields(cls):
-        heading = about(cls, field.name).get("group") or heading
+        heading = metadata_of(cls, field.name).get("group") or heading
         groups.setdefault(heading, []).append(field.name)
     return groups
 
 
-def accepted(kind: Any) -> str:
-    """Return what an error message or --help calls a type: int, true|false, a|b, text ..."""
+def type_name(kind: Any) -> str:
+    """Return the name of a type in messages and --help: int, true|false, a|b, text ..."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return f"{accepted(args[0])} ..."
+        return f"{type_name(args[0])} ..."
     names = {bool: "true|false", int: "int", float: "float", str: "text", dict: "{...}"}
-    return "|".join(map(accepted, args)) if args else names.get(kind, str(kind))
+    return "|".join(map(type_name, args)) if args else names.get(kind, str(kind))
 
 
-def takes(cls: type, name: str) -> str:
-    """Return what a setting accepts: choices, or type and limits: `float >= 0 and < 1`."""
-    said = about(cls, name)
-    kind = "|".join(said.get("choices", ())) or accepted(typing.get_type_hints(cls)[name])
-    limits = [f"{BOUNDS[limit][0]} {number}" for limit, number in said.get("limits", {}).items()]
+def domain(cls: type, name: str) -> str:
+    """Return the values that a setting accepts: choices, or type and limits: `float >= 0`."""
+    meta = metadata_of(cls, name)
+    kind = "|".join(meta.get("choices", ())) or type_name(typing.get_type_hints(cls)[name])
+    limits = [f"{BOUNDS[limit][0]} {number}" for limit, number in meta.get("limits", {}).items()]
     return f"{kind} {' and '.join(limits)}".rstrip()
 
 
@@ -194,7 +194,7 @@ def convert(value: Any, kind: Any) -> Any:
     if origin is tuple:
         return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
     if origin in (typing.Union, types.UnionType):
-        for one in args:  # the first type that accepts the value
+        for one in args:  # the first type that accepts the value is used
             with suppress(ValueError, LookupError, ArithmeticError):
                 return convert(value, one)
     elif origin is Literal:
@@ -206,17 +206,17 @@ def convert(value: Any, kind: Any) -> Any:
         if kind(number) == number and abs(number) < (2**63 if kind is int else math.inf):
             return kind(number)
     elif kind in (dict, str) and isinstance(value, kind) and "\0" not in value:
-        return value  # a dict comes from a config file only; no file name has a NUL
+        return value  # a dict comes from a config file only; no file name contains a NUL
     raise ValueError(value)
 
 
-def is_within(value: Any, said: Mapping[str, Any]) -> bool:
-    """Return whether a value is one of the choices and within the limits that option() was told."""
+def is_within(value: Any, meta: Mapping[str, Any]) -> bool:
+    """Return whether a value is one of the choices and within the limits of option()."""
     if isinstance(value, tuple):
-        return all(is_within(one, said) for one in value)
+        return all(is_within(one, meta) for one in value)
     if isinstance(value, str):
-        return not said.get("choices") or value in said["choices"]
-    return all(BOUNDS[name][1](value, limit) for name, limit in said.get("limits", {}).items())
+        return not meta.get("choices") or value in meta["choices"]
+    return all(BOUNDS[name][1](value, limit) for name, limit in meta.get("limits", {}).items())
 
 
 def kind_of(cls: type, key: str, source: str) -> Any:
@@ -232,8 +232,8 @@ def kind_of(cls: type, key: str, source: str) -> Any:
     return kinds[key]
 
 
-def meant(cls: type, key: str, value: Any) -> dict[str, Any]:
-    """Return the settings that a setting and its value are short for, by the table cls.SHORT."""
+def expanded(cls: type, key: str, value: Any) -> dict[str, Any]:
+    """Return the settings that a setting and its value stand for, by the table cls.SHORT."""
     return getattr(cls, "SHORT", {}).get((key, str(value)), {key: value})
 
 
@@ -246,9 +246,9 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     kind = kind_of(cls, key, source)
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
-        if is_within(values[key], about(cls, key)):
+        if is_within(values[key], metadata_of(cls, key)):
             return
-    problem = f"{key}={value!r:.80} is not accepted; it takes {takes(cls, key)}"
+    problem = f"{key}={value!r:.80} is not accepted; it takes {domain(cls, key)}"
     raise UserError(f"{source}: {problem}")
 
 
@@ -257,7 +257,7 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
 
 
 def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
-    """Run a config file and put its assignments into `values`, except for names that begin with _.
+    """Run a config file and put its assignments into `values`, except for names that start with _.
 
     Raises UserError if the file cannot be run, or if a setting or value is not accepted.
     """
@@ -273,24 +273,24 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         raise UserError(f"{source}: {type(e).__name__}: {problem}") from None
     for key, value in namespace.items():
         if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            for name, meaning in meant(cls, key, value).items():
+            for name, meaning in expanded(cls, key, value).items():
                 set_value(cls, values, name, meaning, f"config file {path}")
 
 
 def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: str = "") -> Any:
     """Return a `cls` with the settings of the command line `argv` (default: of this process).
 
-    positional: the setting, a list, that takes the arguments which are no options, as in
-    `plot.py out/a out/b`. Without it, such an argument must be a config file.
+    positional: the setting, a list, that gets the arguments without --, as in
+    `plot.py out/a out/b`. By default, such an argument must be a config file.
     --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
     """
-    return checked(cls, given(cls, argv, doc, positional))
+    return validated(cls, given_settings(cls, argv, doc, positional))
 
 
-def checked(cls: type, values: dict[str, Any]) -> Any:
+def validated(cls: type, values: dict[str, Any]) -> Any:
     """Return a `cls` with these values, and defaults for the rest. Raises UserError for problems.
 
-    values: of the declared types, as given() returns them.
+    values: of the declared types, as given_settings() returns them.
     """
     config = cls(**values)
     problems = config.problems() if hasattr(config, "problems") else []
@@ -299,12 +299,12 @@ def checked(cls: type, values: dict[str, Any]) -> Any:
     return config
 
 
-def given(
+def given_settings(
     cls: type, argv: list[str] | None = None, doc: str = "", positional: str = ""
 ) -> dict[str, Any]:
     """Return {setting: value} of the config files and options of a command line, as in parse().
 
-    A setting that has its default value because nobody has given it is not among them.
+    Settings that were not given are not in it.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--help" in argv or "-h" in argv:
@@ -319,7 +319,7 @@ def given(
             key = key.replace("-", "_")
             kind = kind_of(cls, key, f"--{key}")
             is_list = typing.get_origin(kind) is tuple
-            # A switch may stand alone, also in front of a config file: it is then True.
+            # A switch may stand alone, also before a config file: it is then True.
             is_switch = bool in (kind, *typing.get_args(kind))
             texts: list[Any] = [text] if equals else []
             while argv and not argv[0].startswith("--") and (is_list or not texts):
@@ -327,28 +327,28 @@ def given(
                     break
                 texts.append(argv.pop(0))
             if not texts and not is_switch:
-                raise UserError(f"--{key}: a value is missing; it takes {takes(cls, key)}")
+                raise UserError(f"--{key}: a value is missing; it takes {domain(cls, key)}")
             texts = texts or [True]
-            new = {key: [*options.get(key, []), *texts]} if is_list else meant(cls, key, texts[0])
-            options |= new
+            many = [*options.get(key, []), *texts]
+            options |= {key: many} if is_list else expanded(cls, key, texts[0])
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):
             read_file(cls, arg, values)
         else:
             raise UserError(f"argument {arg!r}: expected config/NAME.py or --key=value; see --help")
-    for key, value in options.items():  # after all files, wherever they stand on the command line
+    for key, value in options.items():  # after all files, wherever these are on the command line
         set_value(cls, values, key, value, f"--{key}")
     # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.
     return {k: os.path.expanduser(v) if k.endswith("_dir") else v for k, v in values.items()}
 
 
 # --------------------------------------------------------------------------------------------------
-# Output: the text of --help, rows that fit a terminal, and the settings that are not the defaults
+# Output: the text of --help, rows that fit a terminal, and the settings that differ from defaults
 
 
 def help_text(cls: type, doc: str) -> str:
-    """Return `doc` and the settings in groups: the default of each, its help, what it accepts."""
+    """Return `doc`, and the settings in groups: default, help and accepted values of each."""
     width = columns() or 100
     out = []
     for part in (doc or "").strip().split("\n\n"):
@@ -360,30 +360,31 @@ def help_text(cls: type, doc: str) -> str:
         for name in names:
             default = getattr(cls, name, "")
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            choices = takes(cls, name).replace("|", " | ")
-            line = f"{f'  --{name}={default}':<34} {about(cls, name).get('help', '')} [{choices}]"
+            choices = domain(cls, name).replace("|", " | ")
+            text = metadata_of(cls, name).get("help", "")
+            line = f"{f'  --{name}={default}':<34} {text} [{choices}]"
             out.append(folded(line, width, indent=33))
     return "\n".join(out)
 
 
 def columns() -> int:
-    """Return the width of the terminal that stdout goes to; 0 if there is none."""
+    """Return the width of the terminal of stdout; 0 if stdout is not a terminal."""
     return shutil.get_terminal_size((0, 0)).columns if sys.stdout.isatty() else 0
 
 
 def folded(text: str, width: int, indent: int = 4) -> str:
-    """Return a text whose lines have at most `width` columns, by going on below; 0: as it is.
+    """Return a text whose lines are wrapped to at most `width` columns; 0: not wrapped.
 
-    indent: of what goes on below, beside the indent of its line.
+    indent: of continuation lines, in addition to the indent of their line.
     """
     rows = []
     for line in text.split("\n"):
-        # A Chinese character takes two columns: the NUL behind it is counted as the second. A row
-        # that ends between the two is one column longer than it counts.
+        # A Chinese character takes two columns: a NUL after it counts as the second. If a row ends
+        # between the two, it is one column longer than counted.
         padded = "".join(c + "\0" * (unicodedata.east_asian_width(c) in "WF") for c in line)
         is_wide = "\0" in padded
         below = " " * (len(line) - len(line.lstrip()) + indent)
-        # Chinese has no spaces. Options and paths stay whole.
+        # Chinese has no spaces. Options and paths are not broken.
         options = dict(break_on_hyphens=False, break_long_words=is_wide, subsequent_indent=below)
         fits = not width or len(padded) <= width
         rows += [padded] if fits else textwrap.wrap(padded, width - is_wide, **options)
@@ -391,7 +392,7 @@ def folded(text: str, width: int, indent: int = 4) -> str:
 
 
 def row(key: str, value: str) -> str:
-    """Return `key` + `value`. A value that is too long goes on below, beside the key."""
+    """Return `key` + `value`. A long value is wrapped, with its lines aligned after the key."""
     width = columns() and max(20, columns() - len(key))
     top, *below = folded(value, width).split("\n")
     return "\n".join([key + top, *(" " * len(key) + line for line in below)])

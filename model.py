@@ -25,9 +25,9 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
     qwen2    RoPE        RMSNorm     SwiGLU   of qkv   its own    Qwen2ForCausalLM
     qwen3    RoPE        RMSNorm     SwiGLU   no       its own    Qwen3ForCausalLM, with QK-norm
 
-This file needs no other of this project. What it says is what runs on a GPU: class Kernels calls
-PyTorch's own kernels. On a CPU, train.py and sample.py choose faster versions of the same formulas,
-by one line: model.use(pick_kernels(device)), from hardware/kernels.py.
+This file needs no other file of this project. Class Kernels calls PyTorch's own kernels. train.py
+and sample.py choose faster versions of the same formulas for some devices, by one line:
+model.use(pick_kernels(device)), from hardware/kernels.py.
 """
 
 import math
@@ -60,7 +60,7 @@ def round_up(number: int, multiple: int) -> int:
 class GPTConfig:
     """The architecture. A preset sets its switches: GPTConfig(**PRESETS["llama"], n_layer=8, ...).
 
-    Raises ValueError if the values do not fit together: see check_shape().
+    Raises ValueError if the values contradict each other: see check_shape().
     """
 
     vocab_size: int = 50257
@@ -80,21 +80,21 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm over each head's query and key
     tie_embeddings: bool = True  # lm_head shares the weights of wte
     rope_theta: float = 10000.0  # base of RoPE's frequencies
-    rope_scaling: str = ""  # how a model for short sequences serves long ones: rope_frequencies()
+    rope_scaling: str = ""  # extends a model to longer sequences: rope_frequencies()
     norm_eps: float = 1e-5  # added to the variance (RMSNorm: the mean square) before its root
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the values, and replace each 0 by the value that it stands for."""
+        """Check the values, and replace each 0 by its default."""
         check_shape(self)
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        of_mlp = round_up(8 * self.n_embd // 3, 64) if self.gated else 4 * self.n_embd
-        self.d_ff = self.d_ff or of_mlp
-        self.qkv_bias = self.qkv_bias and not self.bias  # bias says it already
+        default_width = round_up(8 * self.n_embd // 3, 64) if self.gated else 4 * self.n_embd
+        self.d_ff = self.d_ff or default_width
+        self.qkv_bias = self.qkv_bias and not self.bias  # bias includes it
         if self.pos == "learned":
             self.rope_theta = 10000.0  # it has no meaning here
-        if self.rope_scaling:  # in one spelling: 4 for 4.0
+        if self.rope_scaling:  # normalise the spelling: 4 for 4.0
             kind, numbers = rope_scaling(self.rope_scaling)
             self.rope_scaling = f"{kind}:{','.join(repr(n).removesuffix('.0') for n in numbers)}"
 
@@ -125,7 +125,7 @@ PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 
 
 class Kernels:
-    """What a GPT computes, apart from embeddings, LayerNorm and activations: PyTorch's kernels.
+    """The computations of a GPT, except embeddings, LayerNorm and activations: PyTorch's kernels.
 
     GPT.use() chooses others. hardware/kernels.py has subclasses that compute the same formulas.
     """
@@ -155,14 +155,14 @@ class Kernels:
         a, b = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-b, a), dim=-1) * sin
 
-    def document_mask(self, gpt: "GPT", begins: Tensor, dtype: torch.dtype) -> Any:
+    def document_mask(self, gpt: "GPT", starts: Tensor, dtype: torch.dtype) -> Any:
         """Return the mask of attend() by which a token sees its own document up to itself.
 
-        begins: position at which the document of each token begins, (B, T). Two tokens of a
+        starts: position at which the document of each token starts, (B, T). Two tokens of a
         sequence are in one document if these numbers are equal. The mask, (B, 1, T, T), is 0 where
         a query sees a key and -inf elsewhere. It is made once for all layers. dtype: of queries.
         """
-        seen = (begins[:, None, :, None] == begins[:, None, None, :]).tril()
+        seen = (starts[:, None, :, None] == starts[:, None, None, :]).tril()
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
@@ -207,15 +207,15 @@ class Linear(nn.Linear):
 
     kernels = Kernels()
 
-    # The qkv layer has three matrices in its `weight`, one below the other: these are their numbers
-    # of rows. init_weights and Muon treat each matrix by itself. (): the weight is one matrix.
+    # The weight of the qkv layer is three matrices, one below the other: these are their numbers of
+    # rows. init_weights and Muon treat each matrix by itself. (): the weight is one matrix.
     rows = ()
 
     def reset_parameters(self) -> None:
         """Set the parameters to 0, when nn.Linear's constructor calls this.
 
-        PyTorch's own version would draw random weights, which takes seconds on a CPU. They would be
-        wasted, since GPT.init_weights draws the weights later.
+        PyTorch's own version would draw random weights, which takes seconds on a CPU. That is not
+        needed, since GPT.init_weights draws the weights later.
         """
         for p in self.parameters():
             nn.init.zeros_(p)
@@ -247,10 +247,10 @@ def make_norm(c: GPTConfig) -> nn.Module:
 
 
 class KVCache:
-    """The keys and values of the tokens so far, so that a new token passes through the model alone.
+    """The keys and values of the tokens so far, so that only new tokens pass through the model.
 
-    k and v, (n_layer, B, nkv, capacity, hs) each, are allocated once. They hold `length` tokens. A
-    smaller `length` forgets the tokens behind it.
+    k and v, (n_layer, B, nkv, capacity, hs) each, are allocated once. They hold `length` tokens.
+    Lowering `length` forgets the tokens after it.
     """
 
     def __init__(self, c: GPTConfig, B: int, capacity: int, weight: Tensor):
@@ -277,8 +277,8 @@ class KVCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return attend() of the newest token alone, (B, nh, 1, hs). It sees all of k and v.
 
-        The nh / nkv query heads that share a key/value head are laid along the dimension of the
-        queries' positions, of which there is one. So the keys and values need not be repeated.
+        There is a single query position, so the nh / nkv query heads that share a key/value head
+        take the dimension of the positions. The keys and values need not be repeated.
         """
         B, nkv, _, hs = k.shape
         grouped = q.reshape(B, nkv, -1, hs)  # (B, nkv, nh / nkv, hs)
@@ -370,7 +370,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP. Each reads the normalised residual stream and adds its result."""
 
-    # True: keep only x for the backward pass, which then runs compute() a second time.
+    # True: keep only x for the backward pass, which then runs compute() again.
     recompute = False
     # compute() as torch.compile compiled it, if blocks are compiled one by one.
     compiled: Callable[..., Tensor] | None = None
@@ -390,7 +390,7 @@ class Block(nn.Module):
         compute = self.compiled or self.compute
         if not self.recompute or not torch.is_grad_enabled():
             return compute(x, rope, mask, None)
-        # With dropout, it has to draw the same numbers again.
+        # With dropout, compute() must draw the same numbers again.
         draws = self.dropout.p > 0
         inputs = (x, rope, mask, None)
         return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=draws)
@@ -452,20 +452,20 @@ class GPT(nn.Module):
         positions, those that are ignored included.
         eos_id: keep documents apart. The eos that ends a document counts as the first token of the
         next one. Each token attends only to its own document, and positions are counted within it.
-        cache: holds the tokens before idx, and takes those of idx: the caller then adds their
+        cache: holds the tokens before idx. Those of idx are added, and the caller then adds their
         number to cache.length.
         """
         T = idx.size(1)
         positions = slice(0, T) if cache is None else cache.positions(T)
         mask = None
         if eos_id is not None:
-            place = torch.arange(T, device=idx.device)
-            # (B, T): where the document of each token begins; of 5 7 eos 3 4 it is 0 0 2 2 2
-            begins = torch.where(idx == eos_id, place, 0).cummax(dim=1).values
+            position = torch.arange(T, device=idx.device)
+            # (B, T): where the document of each token starts: 0 0 2 2 2 for 5 7 eos 3 4
+            starts = torch.where(idx == eos_id, position, 0).cummax(dim=1).values
             # With RoPE, only the distance of two tokens counts, and that is the same in a document.
             if self.wpe is not None:
-                positions = place - begins  # (B, T)
-            mask = self.kernels.document_mask(self, begins, product_dtype(self.wte.weight))
+                positions = position - starts  # (B, T)
+            mask = self.kernels.document_mask(self, starts, product_dtype(self.wte.weight))
 
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
@@ -491,8 +491,8 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
         """Return the cross-entropy of the targets (B, T), given the residual stream (B, T, C)."""
-        # The columns of the padding have no probability. Their rows in lm_head therefore get no
-        # gradient and stay 0, and a checkpoint need not store them.
+        # The columns of the padding have probability 0. So their rows in lm_head get no gradient
+        # and stay 0, and a checkpoint need not store them.
         logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
         logits = self.kernels.mask_padding(logits, self.config.vocab_size)
         weights = None if weights is None else weights.flatten()
@@ -516,12 +516,12 @@ class GPT(nn.Module):
         It ends after max_new_tokens steps, or when every text has reached eos_id. A text that has
         reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
 
-        cache: a conversation keeps one, of capacity block_size, so that only new tokens go
-        through the model. It holds the first cache.length tokens of idx, and not the last one; in
-        the end it holds all tokens but the last one that was yielded.
+        cache: of a conversation, with capacity block_size, so that only new tokens go through the
+        model. It holds the first cache.length tokens of idx, and not the last one. In the end it
+        holds all tokens except the last one that was yielded.
 
-        When block_size is full, the older half of the context is dropped, and the younger half goes
-        through the model again. Every other step computes only one token.
+        When block_size is full, the older half of the context is dropped, and the newer half goes
+        through the model again. All other steps compute only one token.
 
         Raises ArithmeticError if the logits are not finite.
         """
@@ -586,7 +586,7 @@ class GPT(nn.Module):
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
     def param_groups(self, weight_decay: float) -> list[dict]:
-        """Return the parameters in groups for an optimizer. Only vectors do not decay.
+        """Return the parameters in groups for an optimizer. All but vectors have weight decay.
 
         The group "matrices" also has `rows`, for Muon: the parameter qkv holds three matrices, one
         below the other, and its entry in `rows` says how many rows each of them has.
@@ -639,7 +639,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
     """Draw a token id (B,) from softmax(logits / temperature), for each row of logits (B, V).
 
     temperature 0: take the likeliest token. top_k > 0: draw from the top_k likeliest tokens only.
-    top_p < 1: draw from the likeliest only, as many as it takes to reach the probability top_p
+    top_p < 1: draw from the fewest of the likeliest tokens whose probabilities add up to top_p
     (nucleus sampling).
     """
     if temperature < 1e-5:  # 0, or so low that logits / temperature may overflow
@@ -674,16 +674,16 @@ def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
 
 
 # --------------------------------------------------------------------------------------------------
-# What a shape may be
+# Valid shapes
 
 
 def check_shape(c: GPTConfig) -> None:
-    """Raise ValueError if the values of c do not go together. 0 may still stand for a default."""
+    """Raise ValueError if the values of c contradict each other. 0 may still mean a default."""
     for field in fields(c):
         value = getattr(c, field.name)
         choices = get_args(field.type)
         if choices and value not in choices:
-            raise ValueError(f"{field.name}={value!r} is none of {', '.join(choices)}")
+            raise ValueError(f"{field.name}={value!r} is not one of {', '.join(choices)}")
     if min(c.vocab_size, c.block_size, c.n_layer, c.n_head, c.n_embd) < 1:
         raise ValueError("vocab_size, block_size, n_layer, n_head and n_embd must be positive")
     if not c.head_dim and c.n_embd % c.n_head:
@@ -701,11 +701,11 @@ def check_shape(c: GPTConfig) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# RoPE: the angles, and two ways in which a model for short sequences serves long ones
+# RoPE: the angles, and two ways to extend a model to longer sequences
 
 
 def rope_scaling(spec: str) -> tuple[str, list[float]]:
-    """Return the kind and the numbers of rope_scaling. Raises ValueError if it cannot be."""
+    """Return the kind and the numbers of rope_scaling. Raises ValueError if it is malformed."""
     counts = {"linear": 1, "llama3": 4}
     kind, _, listed = spec.partition(":")
     try:
@@ -723,20 +723,20 @@ def rope_scaling(spec: str) -> tuple[str, list[float]]:
 def rope_frequencies(c: GPTConfig) -> np.ndarray:
     """Return the frequency of each pair of a head's numbers, (hs/2,).
 
-    Pair i has the frequency rope_theta^(-2i / hs). A model that was trained on short sequences is
-    prepared for long ones by lower frequencies, in one of two ways:
+    Pair i has the frequency rope_theta^(-2i / hs). Lower frequencies extend a model that was
+    trained on short sequences to longer ones, in one of two ways:
 
-    linear:FACTOR                         All are divided by FACTOR (arXiv 2306.15595).
-    llama3:FACTOR,LOW,HIGH,LENGTH         LENGTH is what the model was trained on. A pair that turns
-                                          less than LOW times in it is divided by FACTOR, one that
-                                          turns more than HIGH times stays. Between them, the share
-                                          of either goes with the number of turns (Llama 3.1).
+    linear:FACTOR                     All frequencies are divided by FACTOR (arXiv 2306.15595).
+    llama3:FACTOR,LOW,HIGH,LENGTH     LENGTH is the length of the sequences in training. The
+                                      frequency of a pair that turns less than LOW times in it is
+                                      divided by FACTOR. That of a pair that turns more than HIGH
+                                      times stays. Between the two, it is interpolated (Llama 3.1).
     """
     freq = c.rope_theta ** (-2 * np.arange(c.head_dim // 2) / c.head_dim)
     kind, numbers = rope_scaling(c.rope_scaling)
     if not kind:
         return freq
-    kept = 0.0  # the share of the frequency that is not divided, (hs/2,) or for all pairs
+    kept = 0.0  # the fraction of the frequency that is not divided, (hs/2,) or for all pairs
     if kind == "llama3":
         _, low, high, length = numbers
         turns = length * freq / (2 * math.pi)

@@ -4,12 +4,12 @@
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
 
-Like train.py, it takes the data set that was prepared last, unless --dataset names one. With
+Like train.py, it uses the data set that was prepared last, unless --dataset names one. With
 --vocab_size it reads no data: then the run needs a length in steps or tokens.
 
-Every setting of train.py is accepted too. The answers come from formulas: those in
-training/memory.py, flops_per_token in model.py, and those below. (What a run takes on this machine
-is what train.py's log says after some steps, as `eta`.)
+All settings of train.py are accepted. The results come from formulas: those in training/memory.py,
+flops_per_token in model.py, and those below. For the time of a run on this machine, start it and
+read `eta` in the log of train.py.
 """
 
 import re
@@ -19,17 +19,17 @@ from itertools import product
 import torch
 
 import configurator
-from configurator import UserError, checked, columns, folded, given, option, row
+from configurator import UserError, columns, folded, given_settings, option, row, validated
 from hardware.machine import memory_advice, memory_capacity, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
 from training.banner import rows_of_model, rows_of_plan
-from training.huggingface import shape_in
-from training.memory import SHARDS, Step, largest_batch, needed, overhead, step_memory
-from training.parallel import plan_of
+from training.huggingface import read_shape
+from training.memory import SHARDS, Step, bytes_needed, largest_batch, overhead, step_memory
+from training.parallel import plan_run
 from training.plan import Plan
-from training.resume import longer, with_data, with_model
+from training.resume import extend_context, with_data, with_model
 from training.settings import TrainConfig, model_config
 
 
@@ -38,7 +38,7 @@ class PlanConfig(TrainConfig):
     gpu: str = option(
         "", "v100-16g, a100-80g, 4090, h100, ...; default: this machine's device", group="Where"
     )
-    nproc: int = option(1, "number of devices, with one process for each")
+    nproc: int = option(1, "number of devices, with one process each")
     vocab_size: int = option(
         0, "plan without data, for a vocabulary of this size; 0: the data set's", group="How much"
     )
@@ -50,13 +50,13 @@ class PlanConfig(TrainConfig):
         if self.vocab_size and not (self.max_steps or self.max_tokens):
             problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
         if self.resume == "yes":
-            problems.append("init_from=resume: a plan reads no run; give the settings of the run")
+            problems.append("init_from=resume: a plan cannot resume a run; give the run's settings")
         return problems
 
 
 @dataclass(frozen=True)
 class Device:
-    """One of the devices that the run is planned for."""
+    """A device of the planned run."""
 
     name: str
     kind: str  # cuda, cpu or mps
@@ -69,11 +69,11 @@ class Device:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All that the sections below are about."""
+    """The input of the sections below."""
 
     cfg: PlanConfig
     sets: list[DataSet]
-    model: GPT  # on the meta device: only the shapes of the weights are there
+    model: GPT  # on the meta device: its weights have shapes only
     device: Device
     plan: Plan
     step: Step
@@ -90,7 +90,7 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     windows = [open_windows(data, "train", T, **ways) for data in sets]
     epoch_tokens = T * sum(w.n_windows for w in windows)
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
-    planned, plan, step = plan_of(cfg, model, size, epoch_tokens, device.bytes)
+    planned, plan, step = plan_run(cfg, model, size, epoch_tokens, device.bytes)
     return PlannedRun(planned, sets, model, device, plan, step)
 
 
@@ -108,19 +108,19 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
 
 
 def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
-    """Return the shape of the model: what the settings say, or that of the model to fine-tune.
+    """Return the shape of the model, from the settings or from the model to fine-tune.
 
-    Raises UserError if it cannot be read.
+    Raises UserError if that model cannot be read.
     """
     if cfg.init_from == "scratch":
         return model_config(cfg, vocab_size)
-    return longer(replace(shape_in(cfg.init_from), dropout=cfg.dropout), cfg)
+    return extend_context(replace(read_shape(cfg.init_from), dropout=cfg.dropout), cfg)
 
 
 def named_gpu(cfg: PlanConfig) -> Device:
-    """Return the GPU that --gpu names: of the table, or another whose memory and speed are given.
+    """Return the GPU that --gpu names: from the table, or with the given memory and speed.
 
-    Raises UserError if there is no such GPU, or if it does not compute in cfg.dtype.
+    Raises UserError if there is no such GPU, or if it does not support cfg.dtype.
     """
     card = find_gpu(cfg.gpu)
     dtype = torch.bfloat16 if card is None or "bf16" in card.tflops else torch.float16
@@ -129,11 +129,11 @@ def named_gpu(cfg: PlanConfig) -> Device:
     size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
     if card is None and not (size and float(size[1]) and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
-        others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
+        others = "for another GPU, give its memory and speed: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
     peak, source = datasheet_peak(card.name, dtype) if card else (None, "")
     if card and peak is None:
-        raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")
+        raise UserError(f"dtype={cfg.dtype}: not supported by {card.name}; leave dtype out")
     if cfg.peak_tflops:
         peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
     if card is None:
@@ -165,7 +165,7 @@ def section(title: str, rows: dict[str, str]) -> None:
 
 
 def duration(hours: float) -> str:
-    """Return hours as text, in the unit that suits them: s, minutes, hours or days."""
+    """Return hours as text, in a suitable unit: s, minutes, hours or days."""
     if hours <= 1 / 12:
         return f"{hours * 3600:.1f} s"
     if hours < 1:
@@ -191,11 +191,10 @@ def print_memory(run: PlannedRun) -> None:
 
 
 def print_choices(run: PlannedRun) -> PlannedRun:
-    """Print what other settings would need, and flags with which the run fits if it does not.
+    """Print the memory of other settings. If the run does not fit, print flags with which it fits.
 
-    Return the run with these flags, if there are any.
-    They come in the order of what they cost. Computing the blocks twice takes up to a third of the
-    time again; what is sharded has to be sent.
+    Return the run with these flags, if there are any. The cheapest come first: recompute=blocks
+    takes up to a third more time, and shard sends more data.
     """
     step = run.step
     choices = {}
@@ -208,7 +207,7 @@ def print_choices(run: PlannedRun) -> PlannedRun:
             choices[f"--optimizer={name}"] = replace(step, optimizer=name)
     rows = {}
     for flags, choice in choices.items():
-        size = needed(run.model, choice)
+        size = bytes_needed(run.model, choice)
         largest = largest_batch(run.model, choice, run.device.bytes)
         mark = "  <- as it is" if choice == step else ""
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
@@ -217,7 +216,7 @@ def print_choices(run: PlannedRun) -> PlannedRun:
     if fits(run, step):
         return run
     if not fitting:
-        advice = "nothing fits: lower batch_size to what a row says, or take more devices"
+        advice = "nothing fits: lower batch_size to that of a row, or use more devices"
         print(f"  {advice}, or a smaller model")
         return run
     print(f"  it fits with {fitting[0]}\n  (the time below is with that)")
@@ -227,7 +226,7 @@ def print_choices(run: PlannedRun) -> PlannedRun:
 
 
 def fits(run: PlannedRun, step: Step) -> bool:
-    return needed(run.model, step) <= run.device.bytes
+    return bytes_needed(run.model, step) <= run.device.bytes
 
 
 # ---- Time ----
@@ -236,11 +235,11 @@ def fits(run: PlannedRun, step: Step) -> bool:
 def repeated_flops(model: GPT, T: int) -> int:
     """Return the FLOPs per token that recompute=blocks repeats: the forward pass of the blocks.
 
-    (In eager mode torch leaves out the last product of each block.)
+    In eager mode torch omits the last product of each block; this is not counted.
     """
     c = model.config
-    in_blocks = model.num_params()["matmul"] - c.vocab_size * c.n_embd  # weights: two FLOPs each
-    return 2 * in_blocks + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
+    weights = model.num_params()["matmul"] - c.vocab_size * c.n_embd  # of the blocks: 2 FLOPs each
+    return 2 * weights + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
 
 
 def print_time(run: PlannedRun) -> None:
@@ -262,13 +261,13 @@ def print_time(run: PlannedRun) -> None:
 
 
 def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
-    """Return how long so many FLOPs take, and the energy, at some fractions of the peak."""
+    """Return the time and energy for `flops` FLOPs, at several fractions of the peak."""
     cfg = run.cfg
-    at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
+    hours_at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
-    # A peak that is given may be a measured speed: a fraction of it would say nothing.
+    # A given peak may be a measured speed: a fraction of it has no meaning.
     for fraction in (1.0,) if cfg.peak_tflops else (0.15, 0.2, 0.3, 0.4, 0.55):
-        hours = at_peak / fraction
+        hours = hours_at_peak / fraction
         text = duration(hours)
         if run.device.watts:
             kwh = hours * run.device.watts * cfg.nproc / 1e3
@@ -279,10 +278,10 @@ def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
 
 
 def print_network(run: PlannedRun) -> None:
-    """Print what a device sends in a step, and how long that takes between two computers.
+    """Print the bytes that a device sends in a step, and their time between two computers.
 
-    A ring of devices crosses each link between computers once, so this is what the link carries,
-    however many devices a computer has. What a device sends while it computes costs no time.
+    A ring of devices crosses each link between computers once. So the link carries this many bytes,
+    however many devices a computer has. Sending that overlaps with computing costs no time.
     """
     accum = run.plan.accum
     sent = dict(none=8, optimizer=8, gradients=4 + 4 * accum, all=12 * accum)  # bytes a parameter
@@ -302,7 +301,7 @@ def print_network(run: PlannedRun) -> None:
 
 
 def main() -> None:
-    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__)))
+    cfg = validated(PlanConfig, with_model(given_settings(PlanConfig, doc=__doc__)))
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")

@@ -6,10 +6,10 @@
     python plot.py out/a out/b
     python plot.py out/lr_* --x tokens --y bits_per_byte --png lr.png
 
-Each run has one colour. The points are the training loss of single steps, the line through them is
-smoothed. Markers, in a darker shade, are evaluations; crosses at the bottom are skipped steps. The
-first steps may leave the picture at the top. The learning rate is below. Grey lines are the losses
-of the simplest models of the data (docs/results.md, "What a normal loss is").
+Each run has one colour. The points are the training loss of single steps, and the line through them
+is smoothed. Markers in a darker shade are evaluations; crosses at the bottom are skipped steps. The
+first steps may be above the picture. The lower picture is the learning rate. Grey lines are the
+n-gram baselines of the data (docs/results.md, "What a normal loss is").
 """
 
 import io
@@ -23,37 +23,35 @@ from typing import Any, Literal
 import numpy as np
 
 from configurator import UserError, note, option, parse, run
-from hardware.disk import write_whole
+from hardware.disk import atomic_write
 from training.metrics import evaluations, read_metrics
 
-TITLE = "Losses of training runs, by plot.py"  # each picture contains it, and is known by it
+TITLE = "Losses of training runs, by plot.py"  # in each picture, which is recognised by it
 # Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-# The first of these fonts that is installed serves where the usual one lacks a character.
+# The first of these fonts that is installed is used if the default font lacks a character.
 CHINESE = ["Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei"]
 LOSSES = ("loss", "val_loss", "train_eval_loss")
-# The simplest models of the data, and what they know (text/landmarks.py).
-LANDMARKS = {"uniform": "equal probabilities", "unigram": "single-token frequencies"}
-LANDMARKS |= {"bigram": "token pairs"}
-# x axis -> its label, the key of what is counted along it, and the unit
+# The n-gram baselines, and what each knows (text/baselines.py).
+BASELINES = {"uniform": "equal probabilities", "unigram": "single-token frequencies"}
+BASELINES |= {"bigram": "token pairs"}
+# x axis -> its label, the key of its records, and the unit
 AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES |= {"time": ("hours of training, without pauses", "step_ms", 3.6e6)}
 # Settings that say where a run is, not what it trains.
-PLACES = {"run_name", "out_dir", "data_dir", "init_from", "tracker"}
+IGNORED_SETTINGS = {"run_name", "out_dir", "data_dir", "init_from", "tracker"}
 
 
 @dataclass(frozen=True)
 class PlotConfig:
     runs: tuple[str, ...] = option((), "folders of runs; default: the newest run")
-    out_dir: str = option("out", "where the newest run is looked for")
-    x: Literal["steps", "tokens", "time"] = option(
-        "steps", "time: of the steps alone, without pauses"
-    )
+    out_dir: str = option("out", "folder of all runs, for the newest one")
+    x: Literal["steps", "tokens", "time"] = option("steps", "time: of the steps, without pauses")
     y: Literal["loss", "bits_per_byte"] = option(
         "loss", "bits_per_byte: comparable across tokenizers"
     )
     png: str = option(
-        "", "a .png, .pdf or .svg; default: loss.png there, of several comparison.png"
+        "", "a .png, .pdf or .svg; default: loss.png in the run, or comparison.png for several runs"
     )
 
     def problems(self) -> list[str]:
@@ -71,9 +69,9 @@ def main() -> None:
     png = Path(cfg.png or default)
     runs = [read_run(folder, cfg.x, cfg.y) for folder in folders]
     if png.exists() and TITLE.encode() not in png.read_bytes():
-        raise UserError(f"{png} was not drawn by this version: move it away, or give --png")
+        raise UserError(f"{png} was not drawn by this program: move it away, or give --png")
     try:
-        write_whole(png, picture(runs, png.suffix[1:], cfg.x, cfg.y))
+        atomic_write(png, picture(runs, png.suffix[1:], cfg.x, cfg.y))
     except ImportError as e:
         raise UserError(f"{e}: pip install matplotlib") from None
     print(png)
@@ -82,12 +80,14 @@ def main() -> None:
 def find_runs(cfg: PlotConfig) -> list[Path]:
     """Return the folders to draw. Raises UserError if there is none.
 
-    A path among others that holds no run is left out, so that out/* names all runs.
+    Among several paths, those without a run are left out, so that out/* names all runs.
     """
     if not cfg.runs:
         logs = list(Path(cfg.out_dir).glob("*/metrics.jsonl"))
         if not logs:
-            raise UserError(f"no run under {cfg.out_dir}/: train first, or name a run's folder")
+            raise UserError(
+                f"no run under {cfg.out_dir}/: train first, or name the folder of a run"
+            )
         return [max(logs, key=lambda path: path.stat().st_mtime).parent]
     folders = [Path(name) for name in dict.fromkeys(cfg.runs)]
     runs = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
@@ -95,25 +95,25 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
         raise UserError(f"{folders[0]}: no metrics.jsonl there: name the folder of a run")
     for folder in folders:
         if folder not in runs and not folder.is_file():  # out/* also names pictures
-            note(f"{folder}: no metrics.jsonl there: it is left out")
+            note(f"{folder}: no metrics.jsonl there: left out")
     return runs
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is drawn of a run. A run that was resumed is one run: its metrics.jsonl goes on."""
+    """The data of a run to draw. A resumed run is one run, with one metrics.jsonl."""
 
-    name: str  # the end of its path, as out/docs, and its lowest loss on the data judged last
+    name: str  # the end of its path, such as out/docs, and its lowest validation loss
     settings: dict[str, Any]
-    landmarks: dict[str, float]  # in the unit of the y axis, as the losses are
+    baselines: dict[str, float]  # in the unit of the y axis, as the losses are
     curves: dict[str, np.ndarray]  # key -> x and y of its points: (2, points)
 
 
 def read_run(folder: Path, x: str, y: str) -> Run:
-    """Return what is drawn of the run in a folder. x: a key of AXES. y: loss, or bits_per_byte.
+    """Return the data of the run in a folder. x: a key of AXES. y: loss, or bits_per_byte.
 
-    Time is that of the steps alone, without evaluations, checkpoints and pauses. Bits per byte need
-    the bytes in a token, which an evaluation tells: those of val.bin hardly differ from those of
+    Time is that of the steps, without evaluations, checkpoints and pauses. Bits per byte need the
+    bytes per token, which an evaluation records: those of val.bin hardly differ from those of
     train.bin. Raises UserError if metrics.jsonl is missing or damaged, or has no loss yet.
     """
     path = folder / "metrics.jsonl"
@@ -128,17 +128,17 @@ def read_run(folder: Path, x: str, y: str) -> Run:
                 points.setdefault(key, []).append((record["step"], value))
     curves = {key: np.array(pairs, float).T for key, pairs in points.items()}
     if "loss" not in curves and "val_loss" not in curves:
-        raise UserError(f"{path}: no loss in it yet: name the folder of a run that has begun")
+        raise UserError(f"{path}: it has no loss yet: name the folder of a run that has started")
 
     scales = np.ones(1)
     if y == "bits_per_byte":
         if "val_bits_per_byte" not in curves:
-            raise UserError(f"{folder}: no evaluation tells the bytes in a token: use --y loss")
+            raise UserError(f"{folder}: it has no evaluation yet, for bits per byte: use --y loss")
         at, bits = curves["val_bits_per_byte"]
         scales = bits / np.interp(at, *curves["val_loss"])  # a mixture's weights change them
         for key in curves.keys() & {*LOSSES}:
             curves[key][1] *= np.interp(curves[key][0], at, scales)
-    landmarks = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}
+    baselines = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}
     # A path may be long, and may hold bytes that are not UTF-8.
     name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
     if "val_loss" in curves:
@@ -155,11 +155,11 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         at, counted = np.append(0, at), np.append(0, counted) / unit
         for curve in curves.values():
             curve[0] = np.interp(curve[0], at, counted)
-    return Run(name, start["settings"], landmarks, curves)
+    return Run(name, start["settings"], baselines, curves)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return a running mean of n values, (n,) too: of about 2/3 sqrt(n) of them each.
+    """Return the running mean (n,) of n values, over windows of about 2/3 sqrt(n) values.
 
     The window is centred. It is narrower near the start, where the loss falls fast, and loses only
     its right half near the end.
@@ -173,8 +173,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def differences(runs: list[Run]) -> list[str]:
-    """Return for each run its values of the settings that are not the same in all."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in PLACES)
+    """Return for each run its values of the settings that differ between the runs."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in IGNORED_SETTINGS)
     varied = [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
     return [" ".join(f"{k}={run.settings.get(k, '?')}" for k in varied) for run in runs]
 
@@ -209,10 +209,10 @@ def picture(runs: list[Run], kind: str, x: str, y: str) -> bytes:
     colours = COLOURS
     if len(runs) > len(COLOURS):
         colours = list(colormaps["cividis"](np.linspace(0, 0.9, len(runs))))
-    # Where no font has a character, a frame is drawn for it, and that is enough.
+    # A character that no font has is drawn as a frame, and that is enough.
     warnings.filterwarnings("ignore", "Glyph .* missing")
     fonts = [font for font in CHINESE if font in font_manager.get_font_names()][:1]
-    # A $ in the name of a run must not begin a formula.
+    # A $ in the name of a run must not start a formula.
     style = {"font.family": ["DejaVu Sans", *fonts], "text.parse_math": False}
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(9, 6), layout="constrained")  # unlike pyplot, it needs no screen
@@ -235,7 +235,7 @@ def picture(runs: list[Run], kind: str, x: str, y: str) -> bytes:
 def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) -> None:
     """Draw a run into the axes of the losses and of the learning rate.
 
-    in_legend: explain the curves in the legend, and draw the landmarks of the data.
+    in_legend: explain the curves in the legend, and draw the baselines of the data.
     """
     from matplotlib.colors import to_rgb
 
@@ -257,16 +257,16 @@ def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) ->
             losses.plot(x, y, **style)
     rates.plot(*run.curves.get("lr", np.empty((2, 0))), color=colour, lw=1)
     bottom, top = losses.get_ylim()
-    for name, loss in run.landmarks.items():
+    for name, loss in run.baselines.items():
         if in_legend and bottom < loss < top:
             losses.axhline(loss, color="#666666", lw=0.8, ls=(0, (6, 3)), zorder=0)
-            text = f"loss of {LANDMARKS[name]}: {loss:.2f}"
+            text = f"loss of {BASELINES[name]}: {loss:.2f}"
             middle = losses.get_yaxis_transform()  # x as a fraction of the axis, y as a loss
             losses.text(0.4, loss, text, transform=middle, va="bottom", fontsize=8)
 
 
 def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
-    """Write what a single run is and came to, or a legend of several and in what they differ."""
+    """Write the title: one run's name and best loss, or a legend of how several runs differ."""
     from matplotlib.patches import Patch
 
     if len(runs) == 1:
@@ -280,7 +280,7 @@ def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
         labels = [textwrap.fill(textwrap.shorten(text, 300), 125) for text in texts]
         patches = [Patch(color=c, label=text) for text, c in zip(labels, colours, strict=False)]
         lines = sum(text.count("\n") + 1 for text in labels)
-        fig.set_figheight(6 + 0.2 * max(0, lines - 7))  # a sweep of many must not lose its curves
+        fig.set_figheight(6 + 0.2 * max(0, lines - 7))  # a long legend must not hide the curves
         fig.legend(handles=patches, loc="outside lower left", fontsize=8, frameon=False)
     ax.set_title(title, loc="left", fontsize=10)
 

@@ -1,28 +1,28 @@
-"""eveningGPT: turn corpora into a data set. data/NAME/ holds the token ids that train.py maps into
-memory, and a description of them.
+"""eveningGPT: turn corpora into a data set. data/NAME/ contains the token ids that train.py maps
+into memory, and a description of them.
 
 The documentation of this Python, numpy and torch, a corpus for a first BPE:
     python prepare.py
 Train a SentencePiece tokenizer on the input, then encode the input with it:
     python prepare.py --input books/ wiki.jsonl.gz --name wiki
-Use the characters of a text as tokens (or its bytes: --tokenizer byte):
+Use the characters of a text as tokens, or its bytes with --tokenizer byte:
     python prepare.py --input a.txt --name chars --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
-Take over a data set of nanoGPT, with its ids:
+Import a data set of nanoGPT, with its ids:
     python prepare.py --input nanoGPT/data/shakespeare_char --name shakespeare_char
-Questions about that documentation and their answers, as conversations, with its tokenizer:
+Make conversations, questions about that documentation and their answers, with its tokenizer:
     python prepare.py --chat --tokenizer data/docs
 Verify a data set and show some of its documents:
     python prepare.py --inspect data/wiki
 Show the text that one step of a training run trained on:
     python prepare.py --inspect out/RUN --step 1200
 
-prepare.py reads .jsonl (.ndjson), .json (an array, or objects one after the other), .csv, .tsv,
-.txt (.md) and .parquet. All but the last may be compressed as .gz, .xz, .bz2 or .zst. The memory
-that it needs does not grow with the input.
+prepare.py reads .jsonl (.ndjson), .json (an array, or a sequence of objects), .csv, .tsv, .txt
+(.md) and .parquet. All but .parquet may be compressed as .gz, .xz, .bz2 or .zst. Its memory does
+not grow with the input.
 
-These shapes of a record are known. {title, summary, sections: [{title, content}]} becomes
+It knows these shapes of a record. {title, summary, sections: [{title, content}]} becomes
 `title：summary`, followed by `title：content。` for each section, if at least one letter in twenty
 is Chinese or Japanese, and otherwise `title: summary`, with a paragraph `title: content` for each
 section. {title, content} is written like one such section. {text}, {content}, {completion},
@@ -34,10 +34,10 @@ A hash of each document decides whether it goes to train.bin or to val.bin. A co
 1 / val_fraction documents, such as one text file, is split by tokens instead: its last tokens, a
 val_fraction of them, become val.bin. No conversation is cut in two.
 
-The new data set is written in data/.NAME.tmp, and gets its name when it is complete. Until then the
-old one stays whole: if prepare.py is killed, run the same command again. The number of workers does
-not change one byte of the result. An old data set that was made of other files, or that is not as
-prepare.py wrote it, is not deleted: it becomes data/NAME.old.
+The new data set is written to data/.NAME.tmp, and renamed when it is complete. Until then the old
+one stays: if prepare.py is killed, run the same command again. The number of workers does not
+change the result. An old data set that was made of other files, or was changed since, is not
+deleted: it becomes data/NAME.old.
 """
 
 import os
@@ -50,22 +50,22 @@ from pathlib import Path
 from configurator import UserError, columns, folded, note, parse, run
 from hardware.disk import (
     LOCK,
+    atomic_write,
     json_bytes,
     lock_file,
-    remove_only,
+    remove_files,
     sealed,
     set_aside,
     sync_to_disk,
     unseal,
-    write_whole,
 )
 from hardware.terminal import harmless
 from text import nanogpt, report
+from text.baselines import ngram_losses
 from text.dataset import open_dataset, verify
 from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
-from text.landmarks import count_landmarks
 from text.records import RULES, Tally
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
@@ -73,12 +73,12 @@ from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import make_tokenizer, save_tokenizer
 from training.metrics import read_metrics
 
-# What prepare.py writes in the folder of a data set, the only files that it deletes there.
+# The files that prepare.py writes to the folder of a data set. It deletes no others there.
 FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "train.bin", "val.bin", "meta.json"}
-FILES |= {f".{name}.tmp" for name in FILES}  # write_whole() was killed
-# The settings that decide the documents of a data set.
-OF_DOCUMENTS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
-OF_DOCUMENTS += ("max_record_mb", "separators")
+FILES |= {f".{name}.tmp" for name in FILES}  # atomic_write() was killed
+# The settings that determine the documents of a data set, for meta.json.
+DOCUMENT_SETTINGS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
+DOCUMENT_SETTINGS += ("max_record_mb", "separators")
 
 
 def main() -> None:
@@ -97,52 +97,52 @@ def inspect(cfg: PrepareConfig) -> None:
         texts = report.texts_of_step(path, read_metrics(path), cfg.step)
     else:
         if (folder / "metrics.jsonl").is_file():
-            raise UserError(f"--inspect {folder}: the folder of a run: add --step N")
+            raise UserError(f"--inspect {folder} is the folder of a run: add --step N")
         meta = open_dataset(folder)
         print(folded(harmless(report.summary(meta, folder)), columns()))
         for split in ("train", "val"):
             verify(folder, meta, split)
-        print("  verified: both files have the hashes that meta.json says\n")
+        print("  verified: both files have the hashes in meta.json\n")
         texts = report.document_texts(folder, meta, cfg.show, cfg.count)
     for heading, text in texts:
         print(f"---- {heading}\n{harmless(text)}")
 
 
 def make_data_set(cfg: PrepareConfig) -> None:
-    """Make the data set in a folder of its own, put it in the place of the old one, and report."""
+    """Make the data set in a temporary folder, replace the old one by it, and print the report."""
     started = time.perf_counter()
     sources, skipped = find_input(cfg)
-    target = Path(cfg.data_dir) / name_of_set(cfg)
+    target = Path(cfg.data_dir) / data_set_name(cfg)
     if os.path.lexists(target):
         try:
             unseal(target / "meta.json")
         except (OSError, ValueError):
-            problem = "exists and is no data set of prepare.py"
+            problem = "exists and is not a data set of prepare.py"
             raise UserError(f"{target} {problem}: move it away, or give another --name") from None
-    scratch = target.with_name(f".{target.name}.tmp")  # of the same file system, for renames
+    scratch = target.with_name(f".{target.name}.tmp")  # on the same file system, for renames
     lock = lock_file(scratch / LOCK, "wait for it, or give another --name")
     new = scratch / "set"
     try:
-        remove_only(new, FILES)  # of a killed run
+        remove_files(new, FILES)  # of a killed run
         new.mkdir()
         meta = write_set(cfg, sources, skipped, new)
         text = f"\n{report.summary(meta, target)}\n{report.first_document(new, meta)}"
         replace(target, new, meta)
     except OSError as e:
-        e.filename = e.filename or str(scratch)  # a full disk does not name it
+        e.filename = e.filename or str(scratch)  # the error of a full disk has no name
         raise
     finally:
-        remove_only(new, FILES)
-        remove_only(scratch, [LOCK])
+        remove_files(new, FILES)
+        remove_files(scratch, [LOCK])
         lock.release()
     print(folded(harmless(text), columns()))
     print(f"  made in {time.perf_counter() - started:.0f} s")
 
 
-def name_of_set(cfg: PrepareConfig) -> str:
+def data_set_name(cfg: PrepareConfig) -> str:
     """Return --name, or a name made from the first input.
 
-    Raises UserError if this is not a plain folder name.
+    Raises UserError if it is not a plain folder name.
     """
     if cfg.name or not cfg.input:
         name = cfg.name or ("chat" if cfg.chat else "docs")
@@ -155,9 +155,9 @@ def name_of_set(cfg: PrepareConfig) -> str:
 
 
 def replace(target: Path, new: Path, meta: dict) -> None:
-    """Put the new data set, with this meta.json, in the place of the old one.
+    """Replace the old data set by the new one, which has this meta.json.
 
-    The old one becomes NAME.old, and is deleted then if it is whole and made of the same files.
+    The old one becomes NAME.old. It is then deleted if it is intact and made of the same files.
     """
     for path in (*new.iterdir(), new):
         sync_to_disk(path)
@@ -165,11 +165,11 @@ def replace(target: Path, new: Path, meta: dict) -> None:
     new.rename(target)
     sync_to_disk(target.parent)
     if old:
-        with suppress(UserError):  # it is not whole
+        with suppress(UserError):  # it is damaged
             if inputs_of(open_dataset(old)) == inputs_of(meta):
-                remove_only(old, FILES)
+                remove_files(old, FILES)
         if old.exists():
-            note(f"the old data set, which is of other files or was changed, is {old} now")
+            note(f"the old data set was made of other files, or changed since: it is now {old}")
 
 
 def inputs_of(meta: dict) -> list[dict]:
@@ -182,7 +182,7 @@ def inputs_of(meta: dict) -> list[dict]:
 
 
 def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
-    """Return the files to read, and for each --input argument how many were skipped and why."""
+    """Return the files to read, and for each --input argument the skipped files by reason."""
     if not cfg.input:
         return [s for s in docstring_sources() if not cfg.chat or s.name in TAUGHT], {}
     if len(cfg.input) == 1 and (copied := nanogpt.files_of(Path(cfg.input[0]))):
@@ -191,7 +191,7 @@ def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
 
 
 def number_of_workers(cfg: PrepareConfig, total: int) -> int:
-    """Return how many workers this process uses for `total` bytes; 1: it does the work itself."""
+    """Return the number of workers for `total` bytes; 1: this process does the work itself."""
     if cfg.workers or total < 4e6:  # starting processes would take longer than the work
         return cfg.workers or 1
     is_limited = hasattr(os, "sched_getaffinity")
@@ -203,7 +203,7 @@ def write_set(
 ) -> dict:
     """Write a data set to an empty folder, and return its meta.json, which is written last.
 
-    skipped: for each --input argument, how many files were passed by, and why.
+    skipped: for each --input argument, the number of skipped files by reason.
     """
     if sources[0].kind == nanogpt.KIND:
         tokenizer = nanogpt.tokenizer_of(sources)
@@ -224,10 +224,10 @@ def write_set(
     if tally.has_conversations:
         for split, counts in writer.counts.items():
             counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
-    meta["landmarks"] = count_landmarks(folder, meta)
+    meta["landmarks"] = ngram_losses(folder, meta)
     meta["sources"] = report.describe_sources(cfg, sources, skipped)
-    meta["settings"] = {name: getattr(cfg, name) for name in OF_DOCUMENTS} | {"rules": RULES}
-    write_whole(folder / "meta.json", json_bytes(sealed(meta)))
+    meta["settings"] = {name: getattr(cfg, name) for name in DOCUMENT_SETTINGS} | {"rules": RULES}
+    atomic_write(folder / "meta.json", json_bytes(sealed(meta)))
     return meta
 
 

@@ -1,7 +1,7 @@
 """eveningGPT: continue a text with a model, or measure its loss on a data set.
 
-Without settings, the newest checkpoint of the newest run continues the run's sample_prompt, which
-is also what it continued during the training. If that is empty, it begins a new document:
+Without settings, the newest checkpoint of the newest run continues the run's sample_prompt, as the
+samples during training did. If the prompt is empty, it starts a new document:
 
     python sample.py
     python sample.py --prompt "Robot.sing: Return" "RobotError: Raised when"
@@ -10,7 +10,7 @@ is also what it continued during the training. If that is empty, it begins a new
     python sample.py --prompt "" --num_samples 3
     # the checkpoint with the lowest validation loss
     python sample.py --ckpt out/docs --which best
-    # a prompt a line, until Ctrl-D
+    # one prompt per line, until Ctrl-D
     python sample.py --interactive
     # a conversation, with a model that was trained on conversations
     python sample.py --chat --system "You answer in one sentence."
@@ -20,16 +20,16 @@ is also what it continued during the training. If that is empty, it begins a new
     python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine
 
 A base model continues a text; it does not chat. With --chat, a model that was trained on
-conversations sees all messages so far. When they no longer fit into its window, it does not see the
-oldest of them, and a line says so. Without max_new_tokens, an answer ends where the model ends it,
-or when the window is full.
+conversations sees all messages so far. When they no longer fit into its window, the oldest are
+dropped, and a line says so. Without max_new_tokens, an answer ends where the model ends it, or when
+the window is full.
 
-A model folder is all that is needed: it holds the shape, the weights and the tokenizer. It may be a
+A model folder contains all that is needed: the shape, the weights and the tokenizer. It may be a
 checkpoint of train.py, or a GPT2LMHeadModel, Llama, Qwen2 or Qwen3 from anywhere.
-nanoGPT's ckpt.pt also needs --tokenizer. A text starts after an eos, as the documents did in
-training, and ends at the next eos. In a folder that train.py did not write, it starts as the
-tokenizer there says. Let no prompt end in a space: the first token of a word has its own. A low
-temperature suits a small model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.
+nanoGPT's ckpt.pt also needs --tokenizer. A text starts after an eos, as documents do in training,
+and ends at the next eos. With a model of another program, it starts as its tokenizer files say. Do
+not end a prompt with a space: the first token of a word includes its space. A low temperature suits
+a small model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.
 """
 
 import codecs
@@ -52,14 +52,14 @@ from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
 from model import GPT, KVCache
-from text.chat import answer_header, marks_of, message_ids
+from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import losses_of, newest_checkpoint, newest_run
 from training.evaluate import evaluate
 from training.huggingface import NANOGPT, from_pretrained, unverified
-from training.report import in_other_units
+from training.report import perplexity_and_bits
 
 
 @dataclass(frozen=True)
@@ -68,37 +68,43 @@ class SampleConfig:
         "", "a model folder or a run, out/RUN; default: the newest run", group="The model"
     )
     which: Literal["newest", "best"] = option("newest", "best: by validation loss")
-    tokenizer: str = option("", "if the model has none: a folder, a file, or gpt2 and such")
+    tokenizer: str = option("", "for a model without one: a folder, a file, or a name such as gpt2")
     out_dir: str = option("out", "folder of all runs")
 
     prompt: tuple[str, ...] = option(
         (), "texts to continue ('': a new document); default: the run's", group="What to continue"
     )
     interactive: bool = option(False, "read prompts from the terminal")
-    chat: bool = option(False, "answer what is typed, or each prompt in a conversation of its own")
-    system: str = option("", "the system message, with which a conversation begins")
+    chat: bool = option(False, "answer typed messages, or each prompt in its own conversation")
+    system: str = option("", "system message at the start of a conversation")
 
     block_size: int = option(
-        0, "window of chat and eval; 0: all, up to 1,024", minimum=0, group="How"
+        0,
+        "window of chat and eval, in tokens; 0: that of the model, but at most 1,024",
+        minimum=0,
+        group="How",
     )
     num_samples: int = option(1, "continuations of each prompt, made in one batch", minimum=1)
-    max_new_tokens: int = option(0, "of each text; 0: 256, in a chat no limit", minimum=0)
-    temperature: float = option(0.6, "0: always the likeliest token; 1: unchanged", minimum=0)
+    max_new_tokens: int = option(0, "tokens per text; 0: 256, and no limit in a chat", minimum=0)
+    temperature: float = option(0.6, "divides the logits; 0: always the likeliest token", minimum=0)
     top_k: int = option(0, "choose among the k likeliest tokens; 0: all", minimum=0)
     top_p: float = option(
-        0.95, "choose among the likeliest that reach it; 1: all", above=0, maximum=1
+        0.95,
+        "choose among the likeliest tokens that reach this probability; 1: all",
+        above=0,
+        maximum=1,
     )
-    seed: int = option(1337, "of the random choices", minimum=0)
+    seed: int = option(1337, "seed of the random choices", minimum=0)
 
     eval: str = option(
-        "", "a data set, data/NAME: the loss on its val.bin", group="Evaluation, instead of a text"
+        "", "measure the loss on val.bin of data/NAME", group="Evaluation, instead of a text"
     )
-    eval_tokens: int = option(0, "of val.bin, evenly spread whole windows; 0: all", minimum=0)
-    batch_size: int = option(8, "windows at a time", minimum=1)
+    eval_tokens: int = option(0, "tokens of val.bin, in evenly spread windows; 0: all", minimum=0)
+    batch_size: int = option(8, "windows per batch", minimum=1)
 
     device: str = option("auto", "auto: cuda, then mps, then cpu", group="Device")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "of the weights and the arithmetic"
+        "auto", "dtype of the weights and the arithmetic"
     )
 
     def problems(self) -> list[str]:
@@ -106,7 +112,7 @@ class SampleConfig:
         if self.prompt and self.interactive:
             problems.append("give prompt or interactive, not both")
         if self.chat and (self.interactive or self.eval or self.num_samples > 1):
-            problems.append("chat goes without interactive, eval, num_samples")
+            problems.append("chat cannot be combined with interactive, eval or num_samples")
         if self.system and not self.chat:
             problems.append("system is the first message of a conversation: add --chat")
         return problems
@@ -116,11 +122,11 @@ class SampleConfig:
 # The model and its tokenizer
 
 
-def window(cfg: SampleConfig, model: GPT) -> int:
-    """Return how many tokens the model shall see. Raises UserError if it cannot see as many."""
+def window_size(cfg: SampleConfig, model: GPT) -> int:
+    """Return the window of --chat and --eval, in tokens. Raises UserError if it is too long."""
     most = model.config.block_size
     if cfg.block_size > most:
-        raise UserError(f"--block_size {cfg.block_size}: the model sees {most} tokens")
+        raise UserError(f"--block_size {cfg.block_size}: the model's context is {most} tokens")
     return cfg.block_size or min(most, 1024)
 
 
@@ -140,7 +146,7 @@ def pick_machine(cfg: SampleConfig) -> Machine:
 
 
 def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
-    """Return --ckpt, or a checkpoint of the newest run under out_dir, and what to say of it.
+    """Return --ckpt, or a checkpoint of the newest run under out_dir, and its description.
 
     Raises UserError if there is none.
     """
@@ -153,7 +159,7 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     best = min(losses, key=losses.get, default=None)
     checkpoint = best if cfg.which == "best" else newest_checkpoint(run / "ckpt")
     if checkpoint is None:
-        raise UserError(f"--ckpt {run}: no model, no --which={cfg.which} checkpoint in it")
+        raise UserError(f"--ckpt {run}: it has no model and no --which={cfg.which} checkpoint")
     loss = f", validation loss {losses[checkpoint]:.4f}" if checkpoint in losses else ""
     return checkpoint, f"{checkpoint}, the {cfg.which} of {run}{loss}"
 
@@ -166,23 +172,23 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     """
     folder, label = find_checkpoint(cfg)
     model = from_pretrained(folder)
-    of_model = tokenizer_of_model(folder)
-    found = [(str(folder), of_model)] if of_model else []
+    own_tokenizer = tokenizer_of_model(folder)
+    found = [(str(folder), own_tokenizer)] if own_tokenizer else []
     if cfg.tokenizer:
         found.append((f"--tokenizer={cfg.tokenizer}", find_tokenizer(cfg.tokenizer)))
     if cfg.eval:
         found.append((f"--eval {cfg.eval}", load_tokenizer(Path(cfg.eval))))
     if not found:
-        raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
-    origin, tokenizer = found[0]
+        raise UserError(f"{folder}: it has no tokenizer: name one, as in --tokenizer=gpt2")
+    first, tokenizer = found[0]
     for source, other in found[1:]:
         if not same_ids(other, tokenizer):
             again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
-            raise UserError(f"{source}: makes other ids than {origin}: {again}")
+            raise UserError(f"{source}: gives other ids than {first}: {again}")
     if tokenizer.vocab_size > model.config.vocab_size:
         sizes = f"{model.config.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
         raise UserError(f"{folder}: the model has {sizes}")
-    if origin.startswith("--eval"):
+    if first.startswith("--eval"):
         note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     return folder, ", ".join(filter(None, [label, size, unverified(folder)])), model, tokenizer
@@ -199,7 +205,7 @@ def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
 
 
 def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """Return a text of the user, where U+FFFD stands for what is no UTF-8, and its token ids."""
+    """Return a text of the user, with U+FFFD for bytes that are not UTF-8, and its token ids."""
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     try:
@@ -215,32 +221,32 @@ def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
     """Return the text to continue and its token ids, which follow the tokenizer's prefix.
 
-    The prefix of our own tokenizers is an eos, since a document begins after one. Raises UserError
+    The prefix of our own tokenizers is an eos, since a document starts after one. Raises UserError
     if the ids are more than block_size.
     """
     prompt, ids = encode(prompt, tokenizer)
-    room = block_size - len(tokenizer.prefix)
-    if len(ids) > room:
-        problem = f"the prompt has {len(ids):,} tokens, the model sees {room:,}"
+    limit = block_size - len(tokenizer.prefix)
+    if len(ids) > limit:
+        problem = f"the prompt has {len(ids):,} tokens, the model sees {limit:,}"
         raise UserError(f"{problem}: shorten it (without --prompt it is the run's sample_prompt)")
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
 
 
-def typed(label: str, advice: str) -> Iterator[str]:
+def typed_lines(label: str, advice: str) -> Iterator[str]:
     """Yield each line that is typed, until the input ends.
 
-    The label stands in front of each line, and the advice above all, if stdin is a terminal.
+    If stdin is a terminal, the advice is printed first, and the label before each line.
     """
     in_terminal = sys.stdin.isatty()
     if in_terminal:
         with suppress(ImportError):  # not every Python is built with it
-            import readline  # noqa: F401 input() then edits a line, also one of wide characters
+            import readline  # noqa: F401 lets input() edit lines, also with wide characters
         print(advice)
     try:
         while True:
             yield input(label if in_terminal else "")
     except EOFError:
-        print(end="\n" if in_terminal else "")  # Ctrl-D leaves the cursor behind the label
+        print(end="\n" if in_terminal else "")  # Ctrl-D leaves the cursor after the label
 
 
 def continue_text(model: GPT, tokenizer: Tokenizer, prompt: str, cfg: SampleConfig) -> None:
@@ -272,13 +278,13 @@ def continue_text(model: GPT, tokenizer: Tokenizer, prompt: str, cfg: SampleConf
 def next_tokens(
     model: GPT, ids: list[int], count: int, cfg: SampleConfig, **options
 ) -> Iterator[list[int]]:
-    """Yield up to `count` times the next token of num_samples texts that begin with ids, (B,).
+    """Yield up to `count` times the next token of num_samples texts that start with ids, (B,).
 
     options: more of generate(). Raises UserError if the logits are not finite.
     """
     idx = torch.tensor(ids, device=model.wte.weight.device).expand(cfg.num_samples, -1)  # (B, T)
     options |= dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    # Each token has a seed of its own. So what a row draws does not depend on the rows below it.
+    # Each token has a seed of its own, so the draws of a row do not depend on the rows below it.
     seed = int(torch.randint(2**62, ()))
     kind = idx.device.type  # torch.manual_seed() would seed all kinds, which takes 0.15 ms
     generator = torch.default_generator if kind == "cpu" else torch.get_device_module(kind)
@@ -291,7 +297,7 @@ def next_tokens(
 
 
 def new_decoder() -> codecs.IncrementalDecoder:
-    """Return a decoder that holds back the bytes of a character until it is complete."""
+    """Return a decoder that keeps the bytes of a character until it is complete."""
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
@@ -306,7 +312,7 @@ def speed(count: int, started: float) -> str:
 class Conversation:
     """The messages so far as token ids, in ChatML: see text/chat.py.
 
-    Their keys and values stay between the answers, so that only new tokens go through the model.
+    Their keys and values are kept between answers, so that only new tokens go through the model.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig):
@@ -314,39 +320,39 @@ class Conversation:
         self.model = model
         self.tokenizer = tokenizer
         self.cfg = cfg
-        self.window = window(cfg, model)
-        _, self.end_mark = marks_of(tokenizer)
-        self.ending = [self.end_mark, *tokenizer.encode("\n").tolist()]  # of a message
+        self.window = window_size(cfg, model)
+        _, self.end_id = chatml_ids(tokenizer)
+        self.ending = [self.end_id, *tokenizer.encode("\n").tolist()]  # of a message
         self.header = answer_header(tokenizer)
-        self.opening = list(tokenizer.prefix)  # what each conversation begins with
+        self.opening = list(tokenizer.prefix)  # the start of each conversation
         if cfg.system:
             self.opening += self.message("system", cfg.system)
         self.exchanges: list[list[int]] = []  # a message of the user and its answer each
         self.cache = KVCache(model.config, 1, self.window, model.wte.weight)
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self.exchanges.clear()
         self.cache.length = 0
 
     def message(self, role: str, text: str) -> list[int]:
-        """Return the ids of a message. Raises UserError if they leave no room for an answer."""
+        """Return the ids of a message. Raises UserError if they leave no space for an answer."""
         _, content = encode(text, self.tokenizer)
         ids = message_ids(role, content, self.tokenizer)
-        room = max(0, self.window - len(self.opening) - len(self.header) - 1)
-        if len(ids) > room:
-            raise UserError(f"the {role} message has {len(ids):,} tokens, the model sees {room:,}")
+        limit = max(0, self.window - len(self.opening) - len(self.header) - 1)
+        if len(ids) > limit:
+            raise UserError(f"the {role} message has {len(ids):,} tokens, the model sees {limit:,}")
         return ids
 
     def prompt(self, question: list[int]) -> list[int]:
-        """Return the ids that the answer follows. Drop the oldest exchanges if it has little room.
+        """Return the ids before an answer. Drop the oldest exchanges if it has too little space.
 
-        It should have max_new_tokens, at most half of the window; by default a quarter.
+        The space for it is max_new_tokens, at most half of the window; by default a quarter.
         """
-        room = self.window - len(self.opening) - len(question) - len(self.header)
-        room -= min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
+        space = self.window - len(self.opening) - len(question) - len(self.header)
+        space -= min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
         count = len(self.exchanges)
-        while self.exchanges and sum(map(len, self.exchanges)) > room:
+        while self.exchanges and sum(map(len, self.exchanges)) > space:
             del self.exchanges[0]
         if dropped := count - len(self.exchanges):
             self.cache.length = min(self.cache.length, len(self.opening))
@@ -355,18 +361,18 @@ class Conversation:
         return [*self.opening, *chain(*self.exchanges), *question, *self.header]
 
     def answer(self, question: list[int]) -> None:
-        """Print the answer to a message, while it is made, and its speed. Keep both."""
+        """Print the answer to a message while it is generated, and its speed. Store both."""
         started = time.perf_counter()
         ids = self.prompt(question)
-        room = self.window - len(ids)
-        limit = min(self.cfg.max_new_tokens or room, room)
-        reason = "the window is full" if limit == room else "max_new_tokens is reached"
+        space = self.window - len(ids)
+        limit = min(self.cfg.max_new_tokens or space, space)
+        reason = "the window is full" if limit == space else "max_new_tokens is reached"
         remark = f", unfinished: {reason}"
         utf8 = new_decoder()
         answer: list[int] = []
         try:
             for (token,) in next_tokens(self.model, ids, limit, self.cfg, cache=self.cache):
-                if token in (self.end_mark, self.tokenizer.eos_id):
+                if token in (self.end_id, self.tokenizer.eos_id):
                     remark = ""
                     break
                 answer.append(token)
@@ -382,25 +388,25 @@ class Conversation:
 
 
 def chat_template(folder: Path) -> str:
-    """Return the template of a model folder, by which a conversation becomes a text."""
+    """Return the chat template of a model folder, or "" if it has none."""
     with suppress(OSError):
         return (folder / "chat_template.jinja").read_text("utf-8", "replace")
     return str(read_json(folder / "tokenizer_config.json").get("chat_template") or "")
 
 
 def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a model cannot read a conversation.
+    """Raise UserError if the tokenizer of a model cannot encode a conversation.
 
-    Print a note if it has learned from none, or perhaps in another template than --chat writes.
+    Print a note if the model was probably trained without conversations, or with another template.
     """
-    if not marks_of(tokenizer):
-        raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
+    if not chatml_ids(tokenizer):
+        raise UserError(f"{folder}: --chat needs a tokenizer with {IM_START} and {IM_END}")
     template = chat_template(folder)
     if not template:
         note(f"{folder} has no chat template: it was probably not trained on conversations")
     elif template.rstrip().removeprefix("{{ bos_token }}") != CHATML:
-        plain = "--chat writes plain ChatML, with no system message but that of --system"
-        note(f"{folder} has a chat template of its own, which may ask for more: {plain}")
+        plain = "--chat writes plain ChatML, with no system message except --system"
+        note(f"{folder} has a chat template of its own, which may differ: {plain}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -408,14 +414,14 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -> str:
-    """Return the model's loss on the val.bin of a data set, in words.
+    """Return a line with the model's loss on the val.bin of a data set.
 
-    It has two losses. For the first, windows begin anywhere, and a token sees all tokens before it.
-    For the second, each document is read alone, from its own beginning. Bits per byte can be
-    compared between models with different tokenizers. Raises UserError if the data set was changed,
-    or if a loss is not finite.
+    It has two losses. For the first, windows start anywhere, and a token sees all tokens before it.
+    For the second, each document is read alone, from its start. Bits per byte can be compared
+    between models with different tokenizers. Raises UserError if the data set was changed, or if
+    the loss is not finite.
     """
-    T = window(cfg, model)
+    T = window_size(cfg, model)
     data = DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
     verify(folder, data.meta, "val")
     windows = open_windows(data, "val", T)
@@ -428,7 +434,7 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
         raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
     by_document = evaluate(model, packed, tokens, B, machine, eos_id=eos_id, bar=True)
     val = data.meta["splits"]["val"]
-    _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
+    _, _, units = perplexity_and_bits(loss, val["bytes"] / val["tokens"])
     losses = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
     return f"{losses} | {plural(count, 'window')} of {T:,} tokens"
 
@@ -437,9 +443,9 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
 
 
 def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:
-    """Continue or answer each prompt. One that is typed and too long prints an error."""
+    """Continue or answer each prompt. If a typed prompt is too long, print an error and go on."""
     conversation = None
-    advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
+    advice = "Type the start of a text, or nothing for a new document. Ctrl-D ends."
     if cfg.chat:
         check_chat(folder, tokenizer)
         conversation = Conversation(model, tokenizer, cfg)
@@ -447,10 +453,10 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     elif cfg.prompt and chat_template(folder).rstrip().endswith(CHATML):
         note(f"{folder} was trained on conversations: --chat asks it, --prompt continues a text")
     is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)
-    prompts: Iterable[str] = typed("you> " if cfg.chat else "prompt> ", advice)
+    prompts: Iterable[str] = typed_lines("you> " if cfg.chat else "prompt> ", advice)
     if not is_typed:
         prompts = read_prompts(cfg, folder)
-        for prompt in prompts:  # one that is too long is an error before any output
+        for prompt in prompts:  # a prompt that is too long is an error before any output
             if conversation:
                 conversation.message("user", prompt)
             else:
@@ -461,7 +467,7 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
         if number and not (is_typed and (cfg.chat or sys.stdin.isatty())):
             print("----------------")
         if not is_typed:
-            torch.manual_seed(cfg.seed)  # the texts of a prompt do not depend on those before it
+            torch.manual_seed(cfg.seed)  # the texts do not depend on earlier prompts
         try:
             if conversation is None:
                 continue_text(model, tokenizer, prompt, cfg)
@@ -479,7 +485,7 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
                 raise
             print(f"error: {e}", file=sys.stderr)
             failed = True
-    if failed and not sys.stdin.isatty():  # a script shall know that an answer is missing
+    if failed and not sys.stdin.isatty():  # tell a script that an answer is missing
         sys.exit(1)
 
 

@@ -20,8 +20,8 @@ are counted in steps. A *bad step* has a loss or gradient that is not finite; it
 as they are. A *window* is T + 1 tokens: T inputs, each with the token that follows as its target.
 """
 
-# Read main() first. It is the whole run, in the order in which it happens. take_step(), one update
-# of the weights, stands behind it.
+# Read main() first: it is the whole run, in order. After it comes take_step(), one update of the
+# weights.
 
 import gc
 import math
@@ -39,19 +39,19 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, given, row, run
+from configurator import UserError, given_settings, row, run
 from hardware.disk import MANIFEST, code_sha256, damage, file_sha256
 from hardware.kernels import pick_kernels
 from hardware.machine import (
     Clock,
     HostCopy,
     Machine,
+    full_tensor,
+    local_shard,
     memory_advice,
     memory_capacity,
-    part,
     start,
     stop_signals,
-    whole,
 )
 from hardware.peak import peak_tflops
 from model import GPT
@@ -78,9 +78,9 @@ from training.parallel import (
     check_capacity,
     compile_now,
     fits,
-    halved,
+    halve_batch,
     is_sharded_run,
-    plan_of,
+    plan_run,
     wrap,
 )
 from training.plan import Progress, lr_at, momentum_at
@@ -90,29 +90,29 @@ from training.settings import TrainConfig, model_config
 
 def main() -> None:
     # ---- Settings. A resumed run has those of its checkpoint, except for what is given now.
-    options = given(TrainConfig, doc=__doc__)
+    options = given_settings(TrainConfig, doc=__doc__)
     cfg = resume.settings_of_run(options)
 
     # ---- This process: its device and dtype, and the other ranks of the run.
-    machine = start(cfg.device, cfg.dtype, sparing=cfg.shard != "none")
-    say = machine.say
+    machine = start(cfg.device, cfg.dtype, trim_heap=cfg.shard != "none")
+    print0 = machine.print0
 
-    # ---- Rank 0 locks the folder of the run, and decides from what the run starts (a checkpoint, a
-    # model folder, or None: random weights) and which data it reads. The others get its decision.
-    # known: what is recorded of these weights, so that nothing is evaluated twice.
+    # ---- Rank 0 locks the folder of the run, and decides what the run starts from (a checkpoint, a
+    # model folder, or None: random weights) and which data it reads. Then it broadcasts this.
+    # known: the recorded results of these weights, so that nothing is evaluated twice.
     folder = Path(cfg.out_dir) / cfg.run_name
-    origin = lock = None
+    init_path = lock = None
     known = {}
     if machine.is_main:
         lock = lock_run(folder)
-        origin = resume.find_start(cfg, folder)
-        known = resume.known_of(origin, folder)
-        cfg = replace(resume.with_data(cfg), resume="no")  # decided
-    cfg, origin, known = machine.broadcast((cfg, origin, known))
+        init_path = resume.find_start(cfg, folder)
+        known = resume.known_results(init_path, folder)
+        cfg = replace(resume.with_data(cfg), resume="no")  # init_path is the decision
+    cfg, init_path, known = machine.broadcast((cfg, init_path, known))
     resumes = "saved" in known
 
-    # ---- Data: maps of the token files, and the windows of them that are read. One process of each
-    # computer verifies the files.
+    # ---- Data: memory maps of the token files, and the windows to read from them. One process on
+    # each computer verifies the files.
     T = cfg.block_size
     sets = open_datasets(cfg.dataset, cfg.data_dir, hashes=machine.local_rank == 0)
     tokenizer = load_tokenizer(sets[0].folder)
@@ -120,38 +120,38 @@ def main() -> None:
     evaluated = evaluation_windows(sets, cfg)
     prompt = prompt_ids(cfg, tokenizer)
     val = sets[0].meta["splits"]["val"]
-    length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: three lines of English
+    length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: about 200 bytes
 
-    # ---- Model: drawn at random, read from the checkpoint of this run, or fine-tuned.
+    # ---- Model: initialised, or read from a checkpoint of this run, or to be fine-tuned.
     saved = None
     progress = Progress()
     with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
-        if origin is None:
+        if init_path is None:
             model = GPT(model_config(cfg, sets[0].meta["vocab_size"]))
             torch.manual_seed(cfg.seed)  # the same weights on every rank
             model.init_weights(cfg.init)
         elif resumes:
-            # Rank 0 has verified the files that it sees; here the other computers do.
-            if machine.local_rank == 0 and not machine.is_main and (problem := damage(origin)):
+            # Rank 0 has verified the files on its computer. The other computers do it here.
+            if machine.local_rank == 0 and not machine.is_main and (problem := damage(init_path)):
                 raise UserError(f"{problem}: all computers must have the same checkpoint")
-            saved = resume.read_state(origin)
-            model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
-            resume.check_fits(origin, saved, model.config, cfg, sets)
+            saved = resume.read_state(init_path)
+            model = from_pretrained(init_path, verify=False, dropout=cfg.dropout)
+            resume.check_fits(init_path, saved, model.config, cfg, sets)
             progress = resume.progress_of(saved, cfg, sets, known)
-            cfg = replace(cfg, init_from=resume.beginning_of(saved))
+            cfg = replace(cfg, init_from=resume.original_init_from(saved))
         else:
-            model = resume.model_to_tune(origin, cfg, sets, verify=machine.local_rank == 0)
-        # A model that is sharded stays on the CPU until each device gets its shard.
+            model = resume.model_to_tune(init_path, cfg, sets, verify=machine.local_rank == 0)
+        # A model to be sharded stays on the CPU until each device gets its shard.
         if not is_sharded_run(cfg, machine):
             model.to(machine.device)
 
-    # ---- All ranks must read the same files with the same programs. The least memory counts.
+    # ---- All ranks must have the same files and programs. The smallest memory limits the batch.
     facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
     facts |= {"code": code_sha256()} | resume.data_hashes(sets)
     changed_code = progress.code not in ("", facts["code"])
     progress.code = facts["code"]
-    if origin and (origin / MANIFEST).exists():
-        facts["checkpoint"] = file_sha256(origin / MANIFEST)
+    if init_path and (init_path / MANIFEST).exists():
+        facts["checkpoint"] = file_sha256(init_path / MANIFEST)
     gathered = machine.gather((facts, memory_capacity(machine.device)))
     facts_of_ranks, capacities = zip(*gathered, strict=True)
     for rank, there in enumerate(facts_of_ranks):
@@ -167,36 +167,36 @@ def main() -> None:
     size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"
     saved_batch_size = saved.settings["batch_size"] if saved else 0
-    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
+    cfg, plan, size = plan_run(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
     check_capacity(model, size, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    say(banner(cfg, sets, loader, machine, plan, model, size))
-    say(row("       peak: ", source))
+    print0(banner(cfg, sets, loader, machine, plan, model, size))
+    print0(row("       peak: ", source))
     all_peak = peak * machine.world if peak else None  # TFLOPS of all devices together
     flops = model.flops_per_token(T)
     if note := pace_note(plan.batch_size * T * flops, plan.accum, peak, kind == "cuda"):
-        say(note)
+        print0(note)
     if saved:
-        say(f"resumed from {origin} at step {progress.step}, with its settings")
+        print0(f"resumed from {init_path} at step {progress.step}, with its settings")
         if changed := resume.settings_changed(saved, cfg, sets):
-            say(f"changed since the checkpoint: {', '.join(changed)}")
+            print0(f"changed since the checkpoint: {', '.join(changed)}")
         if changed_code:
-            say("note: the code has changed since the checkpoint: other steps may follow from it")
+            print0("note: the code has changed since the checkpoint: the steps may differ")
         if plan.steps == progress.step:
-            say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")
+            print0("nothing is left to do: raise max_steps, max_epochs or max_tokens")
 
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
     model.use(pick_kernels(machine.device, size.compiled))
     forward = wrap(cfg, model, machine, size.compiled)
-    # batch_size=auto: try two micro-steps for real, and halve the batch until they fit. Not where
-    # weights are sharded: a rank that runs out of memory would leave the others in a collective.
+    # batch_size=auto: run two micro-steps as a trial, and halve the batch until they fit. There is
+    # no trial if weights are sharded: the other ranks would wait for one that runs out of memory.
     state_bytes, _ = optimizer_memory(model, size)
     tries = is_auto and not is_sharded_run(cfg, machine)
     while tries and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
-        cfg, plan, size = halved(cfg, plan, size, progress)
-        say(f"note: out of memory: batch_size={plan.batch_size} is tried, {plan.accum} micro-steps")
+        cfg, plan, size = halve_batch(cfg, plan, size, progress)
+        print0(f"note: out of memory: now batch_size={plan.batch_size}, {plan.accum} micro-steps")
     if size.compiled:
-        with memory_advice(plan.smaller(T)):
+        with memory_advice(plan.memory_hint(T)):
             compile_now(forward, first_batch(loader, plan, machine), machine, tokenizer.eos_id)
 
     # ---- Optimizer, and the scaler of fp16 gradients, which does nothing in other dtypes.
@@ -205,11 +205,11 @@ def main() -> None:
     if saved:
         resume.load_optimizer(optimizer, scaler, saved.state)
 
-    # ---- The run's folder: its records so far, what reports to them, and what saves checkpoints.
+    # ---- The run's folder: its records so far, the reports, and the checkpoints.
     records = []
     if machine.is_main:
         if resumes:
-            set_newer_aside(origin)
+            set_newer_aside(init_path)
         elif cfg.overwrite:
             lock = replace_run(folder, lock)
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
@@ -217,19 +217,19 @@ def main() -> None:
     files = shared_files(cfg, sets, tokenizer, model.config) if machine.is_main else {}
     saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report, progress.step)
 
-    # ---- The loop. At the top of an iteration, `step` steps are done: save these weights, evaluate
-    # and sample from them, where that is due and not done before. Then train one step more. The
-    # last iteration ends after its first half, at the end of the run or after too many bad steps. A
-    # signal ends the loop anywhere, and the weights of the last whole step are saved.
+    # ---- The loop. At the top of an iteration, `step` steps are done: save, evaluate and sample
+    # these weights, if that is due and was not done before. Then train one more step. The last
+    # iteration, at the end of the run or after too many bad steps, stops before that. A signal ends
+    # the loop at any point, and the weights of the last complete step are saved.
     clock = Clock(machine, progress.step)
-    place_in_data = progress.samples - progress.data_begun
+    data_position = progress.samples - progress.data_begun
     stopped = False
     with (
         stop_signals() as signals,
-        memory_advice(plan.smaller(T)),
+        memory_advice(plan.memory_hint(T)),
         closing(report),
         closing(saver),
-        closing(read_ahead(loader, place_in_data, plan.batch_size, machine, clock)) as batches,
+        closing(read_ahead(loader, data_position, plan.batch_size, machine, clock)) as batches,
     ):
         start_step = progress.step
         for step in range(start_step, plan.steps + 1):
@@ -238,7 +238,7 @@ def main() -> None:
             evaluates = (at_end or step % cfg.eval_every == 0) and "val_loss" not in known
             samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
             samples = samples and "sample" not in known
-            # After a bad step, which was skipped, the weights are those from before it.
+            # A bad step was skipped: the weights are those from before it.
             saves = last or (step % cfg.save_every == 0 and not progress.bad_in_a_row)
             if evaluates or samples or saves:
                 with clock.paused():
@@ -254,7 +254,7 @@ def main() -> None:
                         progress.add_evaluation(val_loss)
                     if samples:
                         full_weights = getattr(forward, "full_weights", nullcontext)
-                        # ArithmeticError: the logits are not finite, as the loss shows too.
+                        # ArithmeticError: the logits are not finite. The loss shows that too.
                         with full_weights(), suppress(ArithmeticError):
                             text = write_text(
                                 model, tokenizer, prompt, length, cfg.seed, machine, signals
@@ -270,18 +270,18 @@ def main() -> None:
                 break
 
             # Learning rate and momentum are functions of the fraction of the run that is done.
-            place, end = plan.place(step), plan.place(plan.steps)
-            lr = lr_at(place, end, cfg)
+            position, end = plan.position(step), plan.position(plan.steps)
+            lr = lr_at(position, end, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
-                group["muon_momentum"] = momentum_at(place, end, cfg)
-            # What dropout draws depends on seed, step and rank, but not on where the run was
-            # resumed. 1,000,003 exceeds the number of ranks: no two of them share a seed.
+                group["muon_momentum"] = momentum_at(position, end, cfg)
+            # The seed of dropout depends on the step and the rank, but not on the step at which the
+            # run was resumed. 1,000,003 exceeds the number of ranks: no two ranks share a seed.
             torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
             numbers = take_step(
                 forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
             )
-            # A signal has arrived before the last micro-step: the step is given up.
+            # A signal has arrived before the last micro-step: the step is abandoned.
             if stopped := numbers is None:
                 break
             # The only wait for the device in a step without a log line, an evaluation or a save. It
@@ -293,35 +293,35 @@ def main() -> None:
             to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
             if outcome == "taken" and to_log:
                 report.step(loss, lr, grad_norm, flops, all_peak, clock)
-            elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
+            elif step == start_step:  # after a resume, the first step warms up and is not timed
                 clock.restart(progress.step)
             if step == start_step:
                 gc.collect()
-                gc.freeze()  # these objects will stay: the collector need not visit them again
+                gc.freeze()  # these objects will stay: the collector can skip them
             if stopped := signalled > 0:
                 break
         saver.save(model, optimizer, scaler, progress)
         saver.prune(progress)
 
-    # ---- The end. No rank ends before the last checkpoint is on the disk.
+    # ---- The end: a barrier, so that no rank ends before the last checkpoint is on the disk.
     machine.gather(None)
     newest = newest_checkpoint(folder / "ckpt") if machine.is_main else None
     if newest:
-        say(f"checkpoint: {newest}")
+        print0(f"checkpoint: {newest}")
     if dist.is_initialized():
         dist.destroy_process_group()
     if lock:
         lock.release()
-    goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
+    goes_on = f"--init_from=resume continues from {newest}" if newest else "nothing was saved yet"
     if saver.failed:
         raise UserError(f"{saver.failed}; {goes_on}")
     if progress.gives_up():
         problem = f"{progress.bad_in_a_row} steps in a row without a finite loss and gradient"
-        advice = "lower lr, or try dtype=float32, or look at the texts of these steps, and if the"
-        advice += " weights are spoiled already, move the newest checkpoints away"
+        advice = "lower lr, try dtype=float32, or read the texts of these steps; if the weights are"
+        advice += " already damaged, move the newest checkpoints away"
         raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
     if stopped:
-        say(f"stopped by a signal after step {progress.step}: {goes_on}")
+        print0(f"stopped by a signal after step {progress.step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.
         sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))
 
@@ -338,17 +338,18 @@ def take_step(
 ) -> HostCopy | None:
     """Update the weights once, with the gradients of `accum` batches on each rank.
 
-    Return the loss, the mean of all ranks; the norm of the gradient before clipping; and a number
-    above 0 if a signal has arrived at any rank. They are on their way to the host. Return None, and
-    leave the weights unchanged, if one arrives before the last micro-step: a step may take hours.
+    Return three numbers on their way to the host: the loss, a mean over all ranks; the norm of the
+    gradient before clipping; and the number of signals that have arrived at all ranks. If a signal
+    arrives before the last micro-step, return None and leave the weights unchanged: a step may take
+    hours.
 
-    On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
-    sum over the ranks and the update one after the other, without waiting. Only then does the
-    caller wait, for these numbers alone, while the device still updates the weights.
+    On a GPU with AdamW or Muon the host runs ahead: it launches the forward and backward passes,
+    the sum over the ranks and the update without waiting. Only then does the caller wait, for these
+    three numbers alone, while the device still updates the weights.
 
-    model: a GPT as it runs: as it is, or compiled, or wrapped in DDP or Shards. scaler: keeps the
-    small gradients of fp16 (see below); else it does nothing. grad_clip: the largest norm of the
-    gradient; 0: no clipping. A step whose loss or gradient is not finite leaves the weights
+    model: the result of wrap(): a GPT, which may be compiled, and wrapped in DDP or Shards. scaler:
+    scales the gradients of fp16, see below; else it does nothing. grad_clip: the largest norm of
+    the gradient; 0: no clipping. A step whose loss or gradient is not finite leaves the weights
     unchanged. signals: those that have arrived at this rank.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
@@ -357,7 +358,8 @@ def take_step(
     mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
     weighted = False
     for micro in range(accum):
-        # Several ranks hear of a signal in the sum below, too: that is enough before a step.
+        # With several ranks, the sum below also tells of signals: before the first micro-step, no
+        # other communication is needed.
         if (micro > 0 or machine.world == 1) and any_signal(signals, machine):
             optimizer.zero_grad(set_to_none=True)
             return None
@@ -378,16 +380,16 @@ def take_step(
     if scaler.is_enabled():
         # GradScaler checks gradients alone: a loss that is not finite makes one of them NaN.
         factor = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
-        part(parameters[0].grad).mul_(factor)
+        local_shard(parameters[0].grad).mul_(factor)
     scaler.unscale_(optimizer)
     if weighted:
-        # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,
-        # with n positions on all ranks: DDP has averaged over these. Multiply by n / sum(w), which
-        # is one over the mean of mean_weight. If nothing counts in this step, the gradient is 0.
+        # The loss is sum(w l) / sum(w) over all ranks. The gradient so far is that of sum(w l) / n,
+        # with n positions on all ranks, since DDP has averaged it. Multiply it by n / sum(w), which
+        # is one over the mean of mean_weight. If no target counts in this step, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor
-        torch._foreach_mul_([part(p.grad) for p in parameters], factor)
-    grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        torch._foreach_mul_([local_shard(p.grad) for p in parameters], factor)
+    grad_norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
     signalled = torch.full_like(mean_loss, len(signals))
     sums = all_sum(torch.stack([mean_loss / machine.world, signalled]))
@@ -402,8 +404,8 @@ def take_step(
         scaler.step(optimizer)  # skips the step if the gradient is not finite
         scaler.update()  # after such a step, lowers the scale; after many good ones, raises it
     elif optimizer.defaults.get("fused"):
-        # A fused optimizer of torch looks for this flag, by which GradScaler tells it to skip the
-        # step. The device reads it, so the host does not have to wait for the loss.
+        # torch's fused optimizers skip the step if this flag, which GradScaler also uses, is 1. The
+        # device reads it, so the host does not have to wait for the loss.
         optimizer.found_inf = 1.0 - result.isfinite().all().float()
         optimizer.step()
     elif all(map(math.isfinite, numbers.wait())):

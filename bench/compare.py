@@ -100,7 +100,7 @@ class CompareConfig(StepConfig):
         return math.gcd(self.warmup, self.steps)
 
     @property
-    def place(self) -> tuple[torch.device, torch.dtype]:
+    def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         """The device to run on, and the dtype of autocast there."""
         device = pick_device(self.device)
         return device, pick_dtype(self.dtype, device)[0]
@@ -112,8 +112,8 @@ class CompareConfig(StepConfig):
 
 def our_command(cfg: CompareConfig, folder: Path, **overrides) -> list[str]:
     """Return the command of this repository's train.py."""
-    place = dict(out_dir=str(folder / "ours"), run_name="run", tracker="off")
-    options = train_options(cfg, **place, sample_every=0, **overrides)
+    folders = dict(out_dir=str(folder / "ours"), run_name="run", tracker="off")
+    options = train_options(cfg, **folders, sample_every=0, **overrides)
     return [sys.executable, str(REPO / "train.py"), *options]
 
 
@@ -139,7 +139,7 @@ def nanogpt_command(cfg: CompareConfig, folder: Path, options: list[str]) -> lis
 def nanogpt_options(cfg: CompareConfig) -> list[str]:
     """Return the options of nanoGPT's train.py that are our settings."""
     plan = make_plan(cfg, 1, 1)
-    device, dtype = cfg.place
+    device, dtype = cfg.device_and_dtype
     shape = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
     settings = {name: getattr(cfg, name) for name in shape}
     settings |= dict(batch_size=plan.batch_size, gradient_accumulation_steps=plan.accum)
@@ -185,7 +185,7 @@ def hf_command(cfg: CompareConfig, folder: Path) -> list[str]:
     """
     data = open_datasets(cfg.dataset, cfg.data_dir)[0]
     plan = make_plan(cfg, 1, 1)
-    device, dtype = cfg.place
+    device, dtype = cfg.device_and_dtype
     training = dict(
         output_dir=str(folder / "hf"),
         max_steps=cfg.steps,
@@ -239,7 +239,7 @@ def sampling_command(repo: str, name: str, c: GPTConfig, cfg: CompareConfig) -> 
     the dtype that sample.py would choose, except that nanoGPT samples in float32 on a CPU.
     """
     shape = asdict(c)
-    device, dtype = cfg.place
+    device, dtype = cfg.device_and_dtype
     if name == "nanoGPT":
         names = ("vocab_size", "n_layer", "n_head", "n_embd", "block_size", "bias")
         shape = {key: shape[key] for key in names}
@@ -314,7 +314,7 @@ def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> flo
 
 def compare_speed(cfg: CompareConfig) -> None:
     cfg = replace(cfg, max_steps=cfg.steps, max_epochs=0.0, max_tokens=0)
-    device, dtype = cfg.place
+    device, dtype = cfg.device_and_dtype
     c = model_config(cfg, open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"])
     with torch.device("meta"):
         model = GPT(c)

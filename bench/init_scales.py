@@ -11,7 +11,7 @@ All schemes train from the same seed on the same windows. A step is train.py's o
 schedule: the learning rate stays at `lr`.
 
 The table has the root mean square (RMS) in the first and in the last block: of the residual stream
-behind the block, and of the gradient of the block's matrices. The picture has those of all blocks.
+after the block, and of the gradient of the block's matrices. The picture has those of all blocks.
 """
 
 import math
@@ -63,8 +63,8 @@ def rms(x: Tensor) -> float:
 def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
     """Return the loss of a batch x, y (B, T) in nats, and the RMS of what its passes compute.
 
-    stream: the residual stream behind each block, (B, T, C). gradient: of all matrices of a block
-    together. logits std: over the vocabulary, as a mean over the positions.
+    stream: the residual stream after each block, (B, T, C). gradient: of all matrices of a block.
+    logits std: over the vocabulary, as a mean over the positions.
     """
     outputs: list[Tensor] = []  # of the blocks, (B, T, C)
     hooks = [b.register_forward_hook(lambda *of: outputs.append(of[-1])) for b in model.blocks]
@@ -74,7 +74,7 @@ def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
     for hook in hooks:
         hook.remove()
     matrices = [[p for p in block.parameters() if p.dim() == 2] for block in model.blocks]
-    gradient = [rms(torch.cat([p.grad.flatten() for p in of_block])) for of_block in matrices]
+    gradient = [rms(torch.cat([p.grad.flatten() for p in parameters])) for parameters in matrices]
     model.zero_grad()
     model.train()
     with torch.no_grad():
@@ -127,7 +127,7 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
     axes[0, 1].set_title(f"after {cfg.steps} steps")
     fig.supxlabel("block")
     lines, schemes = axes[0, 0].get_legend_handles_labels()
-    fig.legend(lines, schemes, loc="outside right center")  # beside the panels: it covers nothing
+    fig.legend(lines, schemes, loc="outside right center")  # next to the panels: it covers nothing
     fig.savefig(cfg.png, format="png", dpi=100)
 
 

@@ -55,7 +55,7 @@ def judge_question(record: dict[str, Any], model: GPT, tokenizer: Any, delimiter
     question, choices, answer = record["question"], record["choices"], record["answer"]
     if not 0 <= answer < len(choices):
         raise ValueError(f"answer={answer!r} is not the number of a choice")
-    # A space belongs to the word behind it, as in the tokens of a text.
+    # A space belongs to the word after it, as in the tokens of a text.
     context = tokenizer.encode(question.rstrip()).tolist()
     totals = []
     for choice in choices:

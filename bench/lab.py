@@ -12,9 +12,9 @@ Each run is a train.py of its own, one after the other. All of them complete the
 learning rate, because a ranking may turn around before that, and are evaluated on all of val.bin.
 The same seed gives the same initial weights and the same windows, if model and data sets are the
 same. With init_from, which is a setting of the question and not of a variant, all runs fine-tune
-that model. Stop the lab at any time, for example by Ctrl-C: the same command goes on (a run that
-fine-tunes is begun anew). A run's folder is named by its seed and a hash of its settings and its
-data. So a run whose settings have changed is trained anew, and questions share the runs that they
+that model. Stop the lab at any time, for example by Ctrl-C: the same command continues (a run that
+fine-tunes starts again). A run's folder is named by its seed and a hash of its settings and its
+data. So a run whose settings have changed is trained again, and questions share the runs that they
 have in common. After a change of the code, or of the model to fine-tune, give another out_dir.
 
 Statistics: `difference` is the mean over the seeds of the variant's final loss minus the baseline's
@@ -89,7 +89,7 @@ class Run:
     judges: list[str]  # data sets that all variants read: the loss is the mean of theirs
     loss: str  # the loss that decides: its key in metrics.jsonl
     # The SHA-256 of train.bin of each data set, as its folder's name has it. Somebody may prepare
-    # the set anew while the lab works; train.py opens it by its name.
+    # the set again while the lab works; train.py opens it by its name.
     data: dict[str, str]
 
     @property
@@ -122,8 +122,8 @@ def read_question(argv: list[str]) -> LabConfig:
 def plan(cfg: LabConfig, baseline: str) -> list[Run]:
     """Return the runs in their order: all variants with the first seed, then with the second."""
     variants = variants_of(cfg, baseline)
-    of_variants = [names_and_weights(settings.dataset)[0] for _, settings in variants]
-    judges = [n for n in of_variants[0] if all(n in names for names in of_variants)]
+    names_of_variants = [names_and_weights(settings.dataset)[0] for _, settings in variants]
+    judges = [n for n in names_of_variants[0] if all(n in names for names in names_of_variants)]
     if not judges:
         raise UserError("no data set is read by all variants, so that it could judge them")
     runs = []
@@ -147,7 +147,7 @@ def variants_of(cfg: LabConfig, baseline: str) -> list[tuple[str, TrainConfig]]:
             variants.append((name, varied(shared, name, settings)))
     for length in cfg.lengths:
         if length != 1:
-            variants.append((at_length(baseline, length), stretched(base, length)))
+            variants.append((variant_name(baseline, length), scaled_length(base, length)))
     for name, settings in variants:
         problems = settings.problems()
         if problems:
@@ -165,11 +165,11 @@ def varied(shared: TrainConfig, name: str, settings: dict) -> TrainConfig:
     return with_data(replace(shared, **values))
 
 
-def at_length(baseline: str, length: float) -> str:
+def variant_name(baseline: str, length: float) -> str:
     return baseline if length == 1 else f"{baseline}, {length:g} x as long"
 
 
-def stretched(settings: TrainConfig, length: float) -> TrainConfig:
+def scaled_length(settings: TrainConfig, length: float) -> TrainConfig:
     """Return the settings of a run that is `length` times as long, and so is its schedule."""
     counts = {k: getattr(settings, k) for k in ("max_steps", "max_tokens")}
     counts = {k: max(1, round(length * count)) if count else 0 for k, count in counts.items()}
@@ -190,8 +190,8 @@ def run_settings(settings: TrainConfig, seed: int) -> tuple[TrainConfig, dict[st
         content["init_from"] = settings.init_from
     name = f"seed{seed}-{content_sha256(content)[:12]}"
     settings = replace(settings, sample_every=0, tracker="off")
-    begin = dict(overwrite=True) if is_tuned else dict(resume="auto")
-    settings = replace(settings, run_name=name, **begin)
+    start = dict(overwrite=True) if is_tuned else dict(resume="auto")
+    settings = replace(settings, run_name=name, **start)
     return settings, {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
 
 
@@ -221,7 +221,7 @@ def train_all(runs: list[Run]) -> int:
             exit_code = exit_code if result else 1
             outcome = f"failed with exit code {code}: {log}"
             if code == 0 and not result:
-                outcome = "failed: its data were prepared anew meanwhile; delete its folder"
+                outcome = "failed: its data were prepared again meanwhile; delete its folder"
             outcome = f"loss {result.loss:.4f}" if result else outcome
             ProgressBar.write(f"{run.variant}, seed {run.seed} | {outcome} | {run.folder}")
             sys.stdout.flush()
@@ -257,7 +257,7 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
         # A loss that is not finite: the run has diverged.
         if (result := result_of(run)) and math.isfinite(result.loss):
             results.setdefault(run.variant, {})[run.seed] = result
-    lengths = [baseline, *(at_length(baseline, length) for length in cfg.lengths if length != 1)]
+    lengths = [baseline, *(variant_name(baseline, length) for length in cfg.lengths if length != 1)]
     rows = compare(results, lengths)
     if not rows:
         print("no run to compare is finished")

@@ -40,7 +40,7 @@ Results = dict[str, dict[int, Result]]  # variant -> seed -> result
 
 @dataclass(frozen=True)
 class Row:
-    """A variant beside the baseline, over the seeds with which both are finished."""
+    """A variant compared with the baseline, over the seeds with which both are finished."""
 
     variant: str
     verdict: str
@@ -64,8 +64,8 @@ def read_run(
     """Return what a run has measured, or None if it is not finished, or has read other data.
 
     data: the SHA-256 of train.bin of each data set that it shall have read; None: any.
-    judges: data sets that the run reads. Its loss is the mean of theirs, each counted once: the
-    shares of a mixture, by which train.py weighs them, may be what the variants differ in.
+    judges: data sets that the run reads. Its loss is the mean of theirs, each counted once, since
+    variants may differ in the weights of a mixture, by which train.py weighs the losses.
     loss: its key in metrics.jsonl.
     """
     records = read_metrics(folder / "metrics.jsonl")
@@ -81,7 +81,7 @@ def read_run(
     return Result(
         tokens=step_tokens * np.array([r["step"] for r in evaluations]),
         losses=np.mean(losses, axis=0),
-        by_set={name: of_set[-1] for name, of_set in zip(judges, losses, strict=True)},
+        by_set={name: set_losses[-1] for name, set_losses in zip(judges, losses, strict=True)},
         steps=records[0]["steps"],
         step_ms=statistics.median(times[1:] or times),  # the first step warms up
     )
@@ -113,7 +113,7 @@ def row_of(name: str, seeds: list[int], results: Results, lengths: list[str]) ->
     differences = [losses[seed] - results[baseline][seed].loss for seed in seeds]
     scale = sorted((means[v] for v in lengths if v in means), key=lambda run: run.tokens[-1])
     tokens = int(mean.tokens[-1])
-    sign, needs = needed(mean.loss, [(int(run.tokens[-1]), run.loss) for run in scale])
+    sign, needs = tokens_needed(mean.loss, [(int(run.tokens[-1]), run.loss) for run in scale])
     baseline_s = means[baseline].seconds / means[baseline].tokens[-1]  # of a token
     return Row(
         variant=name,
@@ -165,7 +165,7 @@ def verdict(differences: list[float]) -> str:
     return "better" if difference < 0 else "worse"
 
 
-def needed(loss: float, scale: list[tuple[int, float]]) -> tuple[str, float]:
+def tokens_needed(loss: float, scale: list[tuple[int, float]]) -> tuple[str, float]:
     """Return how many tokens the baseline needs to end with `loss`, and a sign before them.
 
     scale: (tokens, final loss) of the baseline at each of its lengths, the shortest first. Between

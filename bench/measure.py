@@ -1,4 +1,4 @@
-"""What the measurements of this folder share: settings, clocks, a training step, files of figures.
+"""Shared code of the measurements in this folder: settings, clocks, a training step, figure files.
 
 Only this file knows how train.py takes a step.
 """
@@ -19,7 +19,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from configurator import UserError, changes
-from hardware.disk import json_bytes, write_whole
+from hardware.disk import atomic_write, json_bytes
 from hardware.kernels import pick_kernels
 from hardware.machine import Clock, HostCopy, Machine
 from hardware.peak import device_name
@@ -182,7 +182,7 @@ def command() -> str:
 
 
 def write_json(path: str, figures: dict) -> None:
-    """Write the figures to a file, if there is a path. A kill leaves an earlier file whole."""
+    """Write the figures to a file, if there is a path. A kill leaves an earlier file intact."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(Path(path), json_bytes(figures))
+        atomic_write(Path(path), json_bytes(figures))

@@ -55,7 +55,7 @@ def main() -> None:
     if cfg.tokenizer.endswith(".model"):
         encode = SentencePiece(cfg.tokenizer).sp.encode
     else:
-        Tiktoken.by_name(cfg.tokenizer)  # raises UserError for an unknown name
+        Tiktoken.from_name(cfg.tokenizer)  # raises UserError for an unknown name
         encode = tiktoken.get_encoding(cfg.tokenizer).encode_ordinary
     text_mb = sum(len(t.encode()) for t in texts) / 1e6
     times = math.ceil(cfg.mb * 10**6 / len(data))

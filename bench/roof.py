@@ -241,9 +241,9 @@ def micro_step(
     return [{"part": k, "ms": ms} for k, ms in parts.items()]
 
 
-def of_peak(tflops: float, peak: float | None) -> str:
-    share = f" = {tflops / peak:.1%} of peak" if peak else ""
-    return f"{text(tflops)} TFLOPS{share}"
+def tflops_text(tflops: float, peak: float | None) -> str:
+    fraction = f" = {tflops / peak:.1%} of peak" if peak else ""
+    return f"{text(tflops)} TFLOPS{fraction}"
 
 
 def main() -> None:
@@ -268,14 +268,14 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
     c = model_config(cfg, cfg.vocab_size)
     with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(c)
-    M = max(1, (cfg.tokens or cfg.batch_size * T) // T) * T  # whole sequences
+    M = max(1, (cfg.tokens or cfg.batch_size * T) // T) * T  # complete sequences
     accum = max(1, round(cfg.batch_tokens / M))
 
     title = f"TFLOPS of the linear layers over {M:,} tokens; ms: the three products of all `layers`"
     linear = table(title, measure_gemms(model, M, cfg.seconds, machine))
     flops = sum(6 * r["K"] * r["N"] * r["layers"] for r in linear)  # of a token, in both passes
     gemm_tflops = 1e-9 * flops * M / sum(r["ms"] for r in linear)
-    print(f"  all: {of_peak(gemm_tflops, peak)}")
+    print(f"  all: {tflops_text(gemm_tflops, peak)}")
 
     title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}; *: taken by default.\n"
     title += "Only the unmasked half of T x T is counted: forward is 2 B nh T² hs, both is\n"
@@ -290,7 +290,7 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
     parts = table(f"The least time of a micro-step of {M:,} tokens", least_times)
     mfu_tflops = 1e-9 * model.flops_per_token(T) * M / parts[-1]["ms"]
     masked = "which also counts the masked half of attention"
-    print(f"  the roof of MFU, {masked}: {of_peak(mfu_tflops, peak)}")
+    print(f"  the roof of MFU, {masked}: {tflops_text(mfu_tflops, peak)}")
     return {
         "tokens": M,
         "gemms": linear,

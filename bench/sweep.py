@@ -22,9 +22,9 @@ already on the device, so that loading data costs nothing here (except for docum
 T = 1 is the time of a step of one token: a step of any size costs at least that. OOM: the cell does
 not fit into memory.
 
-Along the last two axes the cells share one model and take turns, so that whatever disturbs one of
-them disturbs all. A note gives the difference to the first cell in percent; for documents also the
-share of the T x T pairs of tokens that are in one document.
+Along the last two axes the cells share one model and take turns, so that a disturbance affects all
+of them. A note gives the difference to the first cell in percent; for documents also the fraction
+of the T x T pairs of tokens that are in one document.
 """
 
 import gc
@@ -97,7 +97,7 @@ def cells_along(
 ) -> Iterator[dict]:
     """Yield the cells of an axis. peak: TFLOPS of the device, for MFU, or None if unknown."""
     if axis in SETTINGS:
-        yield from by_turns(axis, cfg, machine, peak)
+        yield from interleaved_cells(axis, cfg, machine, peak)
         return
     on_cuda = machine.device.type == "cuda"  # elsewhere, running out of memory kills the process
     batches = [B or largest(cfg, machine) for B in cfg.batch_sizes if B or on_cuda]
@@ -115,7 +115,7 @@ def largest(cfg: SweepConfig, machine: Machine) -> int:
     with torch.device("meta"):
         model = GPT(model_config(cfg, cfg.vocab_size))
     compiled = wants_compile(cfg, machine.device.type, 0)
-    step = Step(1, cfg.block_size, 1, machine.dtype, compiled, machine.device.type).of(cfg)
+    step = Step(1, cfg.block_size, 1, machine.dtype, compiled, machine.device.type).with_cfg(cfg)
     return max(1, largest_batch(model, step, memory_capacity(machine.device)))
 
 
@@ -138,7 +138,7 @@ def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) 
     # The model was local to train_steps, and is gone with the exception. What is left of it hangs
     # in reference cycles, caches and compiled code.
     if wants_compile(cfg, machine.device.type, 0):
-        torch.compiler.reset()  # and dynamo, which compiles a function 8 times at most, counts anew
+        torch.compiler.reset()  # dynamo compiles a function at most 8 times: reset its count
     gc.collect()
     if is_cuda:
         torch.cuda.empty_cache()
@@ -162,13 +162,15 @@ def figures_of(seconds: list[float], training: Training, peak: float | None) -> 
     return rates | dict(tflops=tflops, mfu=tflops / peak if peak else None, seconds=seconds)
 
 
-def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) -> Iterator[dict]:
+def interleaved_cells(
+    axis: str, cfg: SweepConfig, machine: Machine, peak: float | None
+) -> Iterator[dict]:
     """Yield a cell for each value of the setting `axis`. The cells share one model."""
     plan = make_plan(cfg, 1, 1)
     cfg, accum = replace(cfg, batch_size=plan.batch_size), plan.accum
     shared = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
     trainings: dict[str, Training] = {}
-    notes: dict[str, str] = {}  # documents: the share of the pairs of tokens that are seen
+    notes: dict[str, str] = {}  # documents: the fraction of the pairs of tokens that are seen
     for value in get_args(get_type_hints(TrainConfig)[axis]):
         if axis == "documents":
             sets = open_datasets(cfg.dataset, cfg.data_dir)
@@ -184,7 +186,7 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
     for value in turns(trainings, cfg.rounds):
         trainings[value].timed(1)
         seconds[value] += trainings[value].timed(2)
-    medians = {value: statistics.median(of_value) for value, of_value in seconds.items()}
+    medians = {value: statistics.median(times) for value, times in seconds.items()}
     base = next(iter(medians.values()))
     for value, median in medians.items():
         note = f"{value}: {median / base - 1:+.1%}{notes.get(value, '')}"

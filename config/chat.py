@@ -1,6 +1,6 @@
-# The model of config/docs.py learns to answer: make docs, then make chat. It takes a minute and a
+# Teaches the model of config/docs.py to answer: make docs, then make chat. It takes a minute and a
 # half on 2 cores.
-# The shape is that of its model. 4 epochs are 238 steps of 1,024 tokens.
+# The model keeps its shape. 4 epochs are 238 steps of 1,024 tokens.
 run_name = "chat"
 init_from = "out/docs"
 dataset = "chat"

@@ -12,13 +12,13 @@ d_ff = 352
 block_size = 64
 init = "llama"
 
-dtype = "float32"  # so small a model gains nothing from bf16
+dtype = "float32"  # bf16 makes such a small model no faster
 batch_size = 16
 batch_tokens = 16 * 64
 max_steps = 280
 
-# Chosen with seeds 1 to 3 (bench/LOG.md). So short a run needs high rates, little momentum and a
-# decay that begins early.
+# Chosen with seeds 1 to 3 (bench/LOG.md). Such a short run needs a high lr, a low momentum and an
+# early decay.
 optimizer = "muon"
 lr = 8e-3
 embed_lr = 3.0

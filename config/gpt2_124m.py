@@ -12,9 +12,9 @@ block_size = 1024
 batch_size = 16
 batch_tokens = 491_520
 max_tokens = 2_500_000_000
-# The architecture is GPT-2's. The rest is train_100m's, for its reasons: the width is the same, and
-# a step has as many tokens. Without QK-norm a high rate is less safe: it is halved, and with it the
-# decay of a step. A GPU has to confirm it: try lr 0.9e-3 and 3.6e-3 too.
+# The architecture is GPT-2's. The rest is that of train_100m, which has the same width and nearly
+# as many tokens per step. Without QK-norm a high lr is less stable: it is halved, and with it the
+# weight decay per step. Not yet confirmed on a GPU: try lr 0.9e-3 and 3.6e-3 too.
 optimizer = "muon"
 lr = 1.8e-3
 vector_lr = 4.0

@@ -13,13 +13,13 @@ n_kv_head = 2
 n_embd = 512
 block_size = 512
 
-# On an H100, 32 sequences gave 26 % MFU, 64 gave 33 % and 128 gave 34 % (docs/results.md): where
-# memory is left, take more.
+# On an H100, 32 sequences gave 26 % MFU, 64 gave 33 % and 128 gave 34 % (docs/results.md): use more
+# if there is free memory.
 batch_size = 32
 batch_tokens = 131_072
 max_tokens = 500_000_000
-# train_100m's recipe with a quarter of the tokens in a step: the best rate falls with their root,
-# and is somewhat higher for a smaller model. A GPU has to confirm it: try lr 1.2e-3 and 4.8e-3.
+# The recipe of train_100m with a quarter of the tokens per step: the best lr falls with their root,
+# and is somewhat higher for a smaller model. Not yet confirmed on a GPU: try lr 1.2e-3 and 4.8e-3.
 optimizer = "muon"
 lr = 2.4e-3
 vector_lr = 4.0

@@ -13,9 +13,9 @@ block_size = 2048
 batch_size = 8
 batch_tokens = 1_048_576
 max_tokens = 23_000_000_000
-# From train_100m by three rules: the best rate falls to a third from 0.1G to 1G parameters, as in
-# GPT-3's table; it grows with the root of the tokens in a step, twice as many here; and the best
-# weight decay falls with the square of the width. A GPU has to confirm it: try lr 8e-4 and 3e-3.
+# From train_100m by three rules: the best lr falls to a third from 0.1G to 1G parameters, as in
+# GPT-3's table; it grows with the root of the tokens per step, here twice as many; and the best
+# weight decay falls with the square of the width. Not yet confirmed on a GPU: try lr 8e-4 and 3e-3.
 optimizer = "muon"
 lr = 1.6e-3
 vector_lr = 4.0

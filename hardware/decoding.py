@@ -1,8 +1,8 @@
 """Text generation on CUDA: one step is recorded as a CUDA graph, and replayed for each token.
 
-A GPU is expected to work faster than Python can launch the few hundred kernels of a step one by
-one. With the graph, a step of 32 texts of a 124M model took 1.35 ms on an H100; without it, it was
-not measured.
+A replay launches the few hundred kernels of a step at once. Python would launch them one by one,
+which is expected to take longer than the kernels themselves. With the graph, a step of 32 texts of
+a 124M model took 1.35 ms on an H100; without it, it was not measured.
 """
 
 import math
@@ -16,7 +16,7 @@ from model import GPT, KVCache
 def record_decoding(model: GPT) -> None:
     """Let model.generate() record its step, if the model is on CUDA. A graph takes memory.
 
-    From then on, no attention of this process uses cuDNN's kernel. It is faster, but took up to
+    From then on, this process does not use cuDNN's attention kernel. It is faster, but took up to
     0.4 s for the first text of each length (bench/LOG.md).
     """
     if model.wte.weight.is_cuda:
@@ -27,13 +27,13 @@ def record_decoding(model: GPT) -> None:
 class RecordedCache(KVCache):
     """A KVCache in which the position of the next token is a tensor, `position` (1,).
 
-    A graph freezes each number that came from Python, such as `length`, at its recorded value, and
-    reads and writes the same memory in every replay. So attention goes over all positions, with a
-    mask (1, 1, 1, capacity) which is -inf where no token is stored yet.
+    A graph keeps each number that came from Python, such as `length`, at its recorded value, and
+    reads and writes the same memory in every replay. So attention covers all positions, with a mask
+    (1, 1, 1, capacity) that is -inf where no token is stored yet.
     """
 
     def __init__(self, k: Tensor, v: Tensor, position: Tensor):
-        """k, v: the memory of a KVCache, which is shared."""
+        """k, v: of a KVCache. The two caches share this memory."""
         self.k = k
         self.v = v
         self.position = position
@@ -55,7 +55,7 @@ class RecordedCache(KVCache):
 
 
 class RecordedStep:
-    """Computes the logits (B, V) that follow one more token (B, 1): each call replays one graph."""
+    """Computes the logits (B, V) after one more token (B, 1): each call replays one graph."""
 
     def __init__(self, model: GPT, cache: KVCache):
         device = cache.k.device

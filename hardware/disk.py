@@ -1,12 +1,12 @@
-"""How this program writes files, and how it recognises files that it has written.
+"""Write files safely, and recognise files that this program has written.
 
-    write_whole     write a file so that a kill leaves the old file or the new one, never a part
-    put_in_place    sync a new folder to the disk, and rename it
-    set_aside       rename what is in the way, to a name that is free
-    remove_only     delete files that are given by name, and the folder only if it is then empty
-    sealed, unseal  a JSON object that contains the SHA-256 of its own content
-    manifest        the size and SHA-256 of every file of a folder; damage() checks them
-    lock_file       only one process may write a folder
+    atomic_write      write a file so that a kill leaves the old file or the new one, never a part
+    sync_and_rename   sync a new folder to the disk, and rename it
+    set_aside         rename a file or folder to a free name
+    remove_files      delete files that are given by name, then the folder if it is empty
+    sealed, unseal    a JSON object that contains the SHA-256 of its own content
+    manifest          the size and SHA-256 of every file of a folder; damage() checks them
+    lock_file         only one process may write a folder
 
 No function here deletes a file whose name it was not given. This module needs no torch, and only
 configurator.py of this project.
@@ -35,7 +35,7 @@ LOCK = ".lock"
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, would survive a loss of power."""
+    """Wait until the content of a file, or the list of names in a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -43,17 +43,17 @@ def sync_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """Write a file, or replace it, in one step. A kill leaves the old file or the new one."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a killed process; or a link, which must not be followed
     try:
-        aside.write_bytes(content)
-        sync_to_disk(aside)
+        temporary.write_bytes(content)
+        sync_to_disk(temporary)
     except OSError as e:
-        e.filename = e.filename or str(path)  # a full disk does not name it
+        e.filename = e.filename or str(path)  # the error of a full disk has no name
         raise
-    aside.replace(path)
+    temporary.replace(path)
 
 
 def json_bytes(content: Any) -> bytes:
@@ -67,32 +67,28 @@ def json_bytes(content: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def put_in_place(draft: Path, target: Path) -> None:
-    """Sync a folder of new files to the disk, then rename it: target is whole, or not there."""
-    for path in (*draft.iterdir(), draft):
+def sync_and_rename(temporary: Path, target: Path) -> None:
+    """Sync a folder of new files to the disk, then rename it: target is complete or missing."""
+    for path in (*temporary.iterdir(), temporary):
         sync_to_disk(path)
-    draft.rename(target)
+    temporary.rename(target)
     sync_to_disk(target.parent)
 
 
 def set_aside(path: Path, name: str) -> Path:
-    """Rename `path` to `name`, or to `name`2, `name`3 and so on. Return the new path.
-
-    The first of these that does not exist is taken.
-    """
-    aside = path.with_name(name)
+    """Rename `path` to the first free name of `name`, `name`2, `name`3, ... Return the new path."""
+    new = path.with_name(name)
     number = 1
-    while os.path.lexists(aside):
+    while os.path.lexists(new):
         number += 1
-        aside = path.with_name(f"{name}{number}")
-    return path.rename(aside)
+        new = path.with_name(f"{name}{number}")
+    return path.rename(new)
 
 
-def remove_only(folder: Path, names: Iterable[str]) -> None:
+def remove_files(folder: Path, names: Iterable[str]) -> None:
     """Delete the files and links with these names, then the folder if it is empty.
 
-    Other files in it belong to somebody, and stay. If the folder itself is a link, nothing is
-    deleted.
+    Other files stay. If the folder itself is a link, nothing is deleted.
     """
     if folder.is_symlink() or not folder.is_dir():
         return
@@ -108,22 +104,23 @@ def remove_only(folder: Path, names: Iterable[str]) -> None:
 # Reading
 
 
-def only_plain(path: str | Path) -> None:
-    """Raise OSError if the path is not a plain file, with its content. (A FIFO may never end.)
+def check_regular_file(path: str | Path) -> None:
+    """Raise OSError if the path is not a regular file, or is a Git LFS pointer.
 
-    After `git clone` without Git LFS, a small text that names the content stands in its place.
+    Reading a FIFO may never end. A pointer is the small text that `git clone` without Git LFS puts
+    in place of a file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     with open(path, "rb") as file:
         if file.read(40) == b"version https://git-lfs.github.com/spec/":
-            problem = "a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+            problem = "a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
             raise OSError(errno.EINVAL, problem, str(path))
 
 
 def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
-    only_plain(path)
+    check_regular_file(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -137,7 +134,7 @@ def read_object(path: Path) -> dict:
     Raises OSError if the file cannot be read. Raises ValueError, with a message of one line, if it
     does not contain a JSON object.
     """
-    only_plain(path)
+    check_regular_file(path)
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:
@@ -148,11 +145,11 @@ def read_object(path: Path) -> dict:
 
 
 def code_sha256() -> str:
-    """Return the SHA-256 of the loaded .py files of this project, whatever folder it lies in."""
+    """Return the SHA-256 of the loaded .py files of this project. Its folder does not matter."""
     root = Path(__file__).parents[1]
     files = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
     ours = {f.relative_to(root): f for f in files if f.suffix == ".py" and root in f.parents}
-    # One folder deep: a virtual environment may lie here, too.
+    # At most one folder deep, since a virtual environment may be inside the project.
     names = sorted(name for name in ours if len(name.parts) < 3)
     return content_sha256({str(name): file_sha256(ours[name]) for name in names})
 
@@ -160,7 +157,7 @@ def code_sha256() -> str:
 def content_sha256(content: dict) -> str:
     """Return the SHA-256 of a JSON object without its key sha256.
 
-    It does not depend on the order of the keys, nor on the spaces in the file.
+    The order of the keys and the spaces in the file do not matter.
     """
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -178,34 +175,34 @@ def unseal(path: Path) -> dict:
     """
     content = read_object(path)
     if content.get("sha256") != content_sha256(content):
-        raise ValueError("its content does not have the SHA-256 that it states")
+        raise ValueError("its content does not match its sha256")
     return content
 
 
 def manifest(folder: Path) -> dict[str, dict]:
-    """Return the size and SHA-256 of each file in a folder and below, by its name: a/b in a/."""
+    """Return name -> size and SHA-256 of each file in a folder and its subfolders."""
     paths = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     names = [path.relative_to(folder).as_posix() for path in paths]
     return {name: entry_of(folder / name) for name in names if name != MANIFEST}
 
 
 def entry_of(path: Path) -> dict:
-    """Return the size and SHA-256 of a file, as they stand in a manifest."""
+    """Return the entry of a file in a manifest: its size and SHA-256."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[str] = ()) -> str:
     """Compare the files of a folder with its manifest. Return the first problem, or "".
 
-    names: check only those of these files that the manifest lists; None: check all that it lists.
-    required: files that it must list. A flipped bit in it can turn one name into another.
+    names: check only these files, as far as the manifest lists them; None: check all that it lists.
+    required: files that the manifest must list. A flipped bit can turn one name into another.
     """
     try:
         entries = read_object(folder / MANIFEST)
         listed = entries.keys() if names is None else entries.keys() & set(names)
         for name in (*required, *listed):
             if name not in entries or entry_of(folder / name) != entries[name]:
-                return f"{folder / name}: not what {MANIFEST} says"
+                return f"{folder / name}: does not match {MANIFEST}"
     except OSError as e:
         return f"{e.filename}: {e.strerror}"
     except ValueError as e:
@@ -218,7 +215,7 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 
 
 def lock_file(path: Path, advice: str) -> FileLock:
-    """Lock a file, which is made if need be, until release() or the end of this process.
+    """Lock a file until release() or the end of this process. The file is created if needed.
 
     Raises UserError, which ends in `advice`, if another process holds the lock.
     """
@@ -227,5 +224,5 @@ def lock_file(path: Path, advice: str) -> FileLock:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise UserError(f"{path.parent}: another process is writing it: {advice}") from None
+        raise UserError(f"{path.parent}: another process is writing to it: {advice}") from None
     return lock

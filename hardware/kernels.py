@@ -2,8 +2,8 @@
 
     model.use(pick_kernels(device))
 
-Each class decides in every call which way is fastest there. Without this line, a program gets the
-same numbers, up to rounding.
+Each class chooses the fastest version in every call. Without this line, a program computes the same
+numbers, up to rounding.
 """
 
 import math
@@ -21,16 +21,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from model import GPT, Kernels
 
-# torch.compile calls a function that is marked so as it is. torch.compiler.disable() would do the
-# same, but it loads torch.compile at once, which takes a second.
+# A decorator: torch.compile calls the function without compiling it. torch.compiler.disable() does
+# the same, but it loads torch.compile at once, which takes a second.
 never_compiled = torch._disable_dynamo
 
 
 class RMSNormOnCPU(torch.autograd.Function):
     """rms_norm() in as few operations as possible. It keeps x and one number per row.
 
-    PyTorch (2.13) has no kernel for RMSNorm on a CPU. It composes it of operations in fp32, and
-    autograd keeps what each of them needs.
+    PyTorch (2.13) has no kernel for RMSNorm on a CPU. It uses several operations in fp32, and
+    autograd keeps the inputs of each.
     """
 
     @staticmethod
@@ -47,11 +47,11 @@ class RMSNormOnCPU(torch.autograd.Function):
         grad = grad.float()
         normed = x.float() * scale  # (..., n)
         product = grad * normed
-        of_weight = product.flatten(0, -2).sum(0)  # (n,)
+        grad_weight = product.flatten(0, -2).sum(0)  # (n,)
         mean = product.mul_(weight).mean(-1, keepdim=True)  # (..., 1)
-        of_x = torch.mul(grad, weight, out=product)  # the memory of the product is free again
-        of_x.addcmul_(normed, mean, value=-1).mul_(scale)
-        return of_x.to(x.dtype), of_weight, None
+        grad_x = torch.mul(grad, weight, out=product)  # reuses the memory of the product
+        grad_x.addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class RotationOnCPU(torch.autograd.Function):
@@ -61,16 +61,16 @@ class RotationOnCPU(torch.autograd.Function):
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return turned(x, cos, sin, 1)
+        return rotated(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return turned(grad, cos, sin, -1).to(ctx.dtype), None, None
+        return rotated(grad, cos, sin, -1).to(ctx.dtype), None, None
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotate each pair (a, b) of x (..., hs) by the angles, or for sign -1 by their opposites."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Rotate each pair (a, b) of x (..., hs) by the angles; with sign -1, by their opposites."""
     half = x.size(-1) // 2
     a, b = x.float().split(half, dim=-1)
     cos = cos[..., :half]
@@ -84,58 +84,56 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 @cache
 def compiled_block_mask() -> Callable:
-    """Return create_block_mask() of torch, compiled: else it would hold several masks of T x T.
+    """Return torch's create_block_mask(), compiled: else it would hold several masks of T x T.
 
-    There is one: torch.compile() takes milliseconds, and torch never frees what it returns.
+    It is cached: torch.compile() takes milliseconds, and torch never frees its results.
     """
     return torch.compile(create_block_mask, dynamic=False)
 
 
 @never_compiled
-def flex_mask(begins: Tensor) -> BlockMask:
+def flex_mask(starts: Tensor) -> BlockMask:
     """Return the BlockMask by which FlexAttention keeps documents apart.
 
-    It is compiled by itself. If the code that uses it also made it, torch 2.11 would lay it out in
-    another way than FlexAttention reads it, where no gradient is wanted: all sequences of a batch
-    but the first would read what lies behind the mask (bench/LOG.md).
+    It is compiled separately from the code that uses it. Else, where no gradient is needed, torch
+    2.11 would lay it out differently from what FlexAttention reads: all sequences of a batch but
+    the first would read memory after the end of the mask (bench/LOG.md).
     """
-    B, T = begins.shape
+    B, T = starts.shape
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (begins[b, query] == begins[b, key]) & (query >= key)
+        return (starts[b, query] == starts[b, key]) & (query >= key)
 
-    return compiled_block_mask()(seen, B, None, T, T, begins.device)
+    return compiled_block_mask()(seen, B, None, T, T, starts.device)
 
 
 SHORT = 256  # tokens (bench/LOG.md)
 
 
 @dataclass
-class Piece:
-    """A part of a sequence, and its next neighbours if they are alike: attention computes them
-    together.
-    """
+class Span:
+    """One span of a sequence, or several spans of equal lengths in a row, as one batch."""
 
-    count: int  # of neighbours
+    count: int  # of spans
     length: int  # of each, in tokens
     mask: Tensor | None  # True where a query sees a key; None: all keys up to its own
 
 
-class Pieces:
+class Spans:
     """B sequences of T tokens, cut so that attention needs no T x T mask.
 
-    They are cut where documents begin. Short documents stay together, in pieces of SHORT tokens and
-    more, because each piece costs some calls. torch.compile does not look into this object: for a
-    mere list it would compile the model again for each number of pieces.
+    They are cut where documents start. Short documents share a span of SHORT tokens or more,
+    because each span costs some calls. torch.compile does not look into this object. With a plain
+    list, it would compile the model again for each number of spans.
     """
 
-    @never_compiled  # the pieces are others in each batch: code for them would be of no use
-    def __init__(self, begins: Tensor):
-        """begins: as in document_mask()."""
-        T = begins.size(1)
-        self.pieces: list[Piece] = []
-        for row in begins.numpy():
-            edges = np.flatnonzero(row == np.arange(T))  # where documents begin
+    @never_compiled  # the spans differ in each batch: compiled code would not be used again
+    def __init__(self, starts: Tensor):
+        """starts: as in document_mask()."""
+        T = starts.size(1)
+        self.spans: list[Span] = []
+        for row in starts.numpy():
+            edges = np.flatnonzero(row == np.arange(T))  # where documents start
             start = 0
             for end in [*edges[1:].tolist(), T]:
                 if end - start >= SHORT or end == T:
@@ -143,15 +141,15 @@ class Pieces:
                     start = end
 
     def add(self, documents: Tensor) -> None:
-        """Append a piece. documents: where the document of each of its tokens begins, (length,)."""
+        """Append a span. documents: where the document of each of its tokens starts, (length,)."""
         length = len(documents)
         if documents[0] != documents[-1]:
             mask = (documents[:, None] == documents[None, :]).tril()
-            self.pieces.append(Piece(1, length, mask))
-        elif self.pieces and self.pieces[-1].mask is None and self.pieces[-1].length == length:
-            self.pieces[-1].count += 1
+            self.spans.append(Span(1, length, mask))
+        elif self.spans and self.spans[-1].mask is None and self.spans[-1].length == length:
+            self.spans[-1].count += 1
         else:
-            self.pieces.append(Piece(1, length, None))
+            self.spans.append(Span(1, length, None))
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
@@ -170,20 +168,20 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
 
 
 @never_compiled
-def attend_pieces(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float
+def attend_spans(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, cut: Spans, dropout: float
 ) -> Tensor:
-    """Return the attention of each piece. All are (B, nh, T, hs)."""
+    """Return the attention within each span, (B, nh, T, hs). q, k and v have the same shape."""
     B, nh, T, hs = q.shape
-    # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
-    # backward pass is one concatenation, cuts all of them.
-    rows = [piece.count * piece.length for piece in cut.pieces]
+    # As (B T, nh, hs), the spans are ranges of rows. torch.split cuts all of them, and its backward
+    # pass is one concatenation.
+    rows = [span.count * span.length for span in cut.spans]
     parts = [x.transpose(1, 2).reshape(B * T, nh, hs).split(rows) for x in (q, k, v)]
     results = []
-    for piece, *qkv in zip(cut.pieces, *parts, strict=True):
+    for span, *qkv in zip(cut.spans, *parts, strict=True):
         # (count, nh, length, hs)
-        a, b, c = (x.view(piece.count, piece.length, nh, hs).transpose(1, 2) for x in qkv)
-        y = kernels.attend(a, b, c, piece.mask, dropout)
+        a, b, c = (x.view(span.count, span.length, nh, hs).transpose(1, 2) for x in qkv)
+        y = kernels.attend(a, b, c, span.mask, dropout)
         results.append(y.transpose(1, 2).reshape(-1, nh, hs))
     return torch.cat(results).view(B, T, nh, hs).transpose(1, 2)
 
@@ -207,15 +205,15 @@ def attention_kernel(
 
 
 def loss_chunk(device_type: str) -> int:
-    """Return how many logits ChunkedCrossEntropy computes at a time.
+    """Return the number of logits in a chunk of ChunkedCrossEntropy.
 
     In fp32, 2^19 of them (2 MB) fit into the cache of a CPU. On other devices a chunk is 256 MB.
     """
     return 2**19 if device_type == "cpu" else 2**26
 
 
-def gradient_apart(logits_bytes: float, device_type: str) -> bool:
-    """Return whether ChunkedCrossEntropy holds the gradient beside the logits.
+def keeps_gradient(logits_bytes: float, device_type: str) -> bool:
+    """Return whether ChunkedCrossEntropy keeps the gradient in memory of its own.
 
     That saves a second softmax, 15 to 30 % of the time of a demo's loss on a CPU. With a large
     vocabulary, a CPU's heap would grow by up to three times the logits (bench/LOG.md).
@@ -229,11 +227,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     logits (N, V). targets (N,): -1 is ignored. weights (N,): factors of the rows.
 
     F.cross_entropy would hold three fp32 tensors of (N, V). The gradient of a row is
-    softmax(logits) - one_hot(target). It must not be written over the logits as long as another
-    term of the loss may use them. Where gradient_apart() says so, forward() writes it into a tensor
-    of its own, while the row is still in the cache. Else it is written over the logits when the
-    backward pass of all other terms is over: in the hook on the logits, which autograd calls with
-    the sum of their gradients. backward() then returns zeros, which take no memory.
+    softmax(logits) - one_hot(target). It must not overwrite the logits as long as another term of
+    the loss may use them. If keeps_gradient() is true, forward() writes the gradient into a tensor
+    of its own, while the row is still in the cache. Else it overwrites the logits after the
+    backward pass of all other terms: in the hook on the logits, which autograd calls with the sum
+    of their gradients. backward() then returns zeros, which take no memory.
     """
 
     @staticmethod
@@ -241,7 +239,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         factors = (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
         if weights is not None:
             factors = factors * weights[:, None]
-        now = ctx.needs_input_grad[0] and gradient_apart(logits.nbytes, logits.device.type)
+        now = ctx.needs_input_grad[0] and keeps_gradient(logits.nbytes, logits.device.type)
         gradient = torch.empty_like(logits) if now else logits
         loss = torch.zeros((), device=logits.device)
         for part, index, factor, out in row_chunks(logits, targets, factors, gradient):
@@ -253,7 +251,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(gradient, targets, factors)
         if ctx.needs_input_grad[0] and not now:
             ctx.waiting = waiting = []  # the hook must not hold the logits before backward() does
-            logits.register_hook(lambda others: over_logits(*waiting.pop(), others))
+            logits.register_hook(lambda others: add_gradient_in_place(*waiting.pop(), others))
         return loss
 
     @staticmethod
@@ -268,19 +266,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def row_chunks(
     logits: Tensor, targets: Tensor, factors: Tensor, gradient: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield some rows of each at a time. Of the targets it is the index of gather(), (rows, 1)."""
+    """Yield chunks of rows of all four. The targets become the index of gather(), (rows, 1)."""
     rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
     index = targets.clamp(min=0)[:, None]
     return zip(*(x.split(rows) for x in (logits, index, factors, gradient)), strict=True)
 
 
 def write_gradient(log_p: Tensor, index: Tensor, factor: Tensor, out: Tensor) -> None:
-    """Write softmax - one_hot(target) of some rows to `out`, 0 without a target. log_p is lost."""
+    """Write softmax - one_hot(target) of a chunk to `out`. This overwrites log_p.
+
+    factor: (rows, 1), by which each row is multiplied: 0 without a target.
+    """
     picked = log_p.gather(1, index)  # (rows, 1): ln p(target)
     torch.mul(log_p.exp_().scatter_(1, index, picked.exp() - 1), factor, out=out)
 
 
-def over_logits(
+def add_gradient_in_place(
     logits: Tensor, targets: Tensor, factors: Tensor, grad: Tensor, others: Tensor
 ) -> Tensor:
     """Return the gradient of the chunked loss plus `others`, in the memory of the logits."""
@@ -309,14 +310,14 @@ def chunked_cross_entropy(
 def plain_is_faster(q: Tensor) -> bool:
     """Return whether attention should use plain matrix products instead of a fused kernel.
 
-    In bf16 on a CPU they are 1.6 to 2.6 times as fast while the T x T matrix fits into the cache
+    In bf16 on a CPU they are 1.6 to 2.6 times as fast, if the T x T matrix fits into the cache
     (bench/LOG.md).
     """
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
 
 
 class EagerKernels(Kernels):
-    """What needs less memory on any device if it is not compiled: the loss.
+    """A loss that needs less memory on any device if it is not compiled.
 
     compiled: whether the blocks are compiled, even if the code around them is not.
     """
@@ -333,24 +334,24 @@ class EagerKernels(Kernels):
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, weights: Tensor | None, reduction: str
     ) -> Tensor:
-        # ChunkedCrossEntropy stores the gradient before the scaler has multiplied it: numbers that
-        # small would become 0 in fp16.
+        # ChunkedCrossEntropy stores the gradient before the scaler multiplies it: its numbers could
+        # be too small for fp16.
         if torch.compiler.is_compiling() or logits.dtype == torch.float16:
             return super().cross_entropy(logits, targets, weights, reduction)
         return chunked_cross_entropy(logits, targets, weights, reduction)
 
 
 class CUDAKernels(EagerKernels):
-    """FlexAttention where documents are kept apart. It never stores a T x T mask."""
+    """FlexAttention, if documents are kept apart. It never stores a T x T mask."""
 
-    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> BlockMask | Tensor:
+    def document_mask(self, gpt: GPT, starts: Tensor, dtype: torch.dtype) -> BlockMask | Tensor:
         compiled = self.compiled or torch.compiler.is_compiling()
         dropout = gpt.training and gpt.config.dropout > 0
         # FlexAttention needs Triton and a head_dim of at least 16. It has no dropout.
         if compiled and not dropout and gpt.config.head_dim >= 16:
-            if torch.cuda.get_device_capability(begins.device) >= (8, 0):
-                return flex_mask(begins)
-        return super().document_mask(gpt, begins, dtype)
+            if torch.cuda.get_device_capability(starts.device) >= (8, 0):
+                return flex_mask(starts)
+        return super().document_mask(gpt, starts, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
         if isinstance(mask, BlockMask):
@@ -380,12 +381,12 @@ class CPUKernels(EagerKernels):
             return super().rotate(x, rope)
         return RotationOnCPU.apply(x, *rope)
 
-    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> Pieces:
-        return Pieces(begins)
+    def document_mask(self, gpt: GPT, starts: Tensor, dtype: torch.dtype) -> Spans:
+        return Spans(starts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
-        if isinstance(mask, Pieces):
-            return attend_pieces(self, q, k, v, mask, dropout)
+        if isinstance(mask, Spans):
+            return attend_spans(self, q, k, v, mask, dropout)
         if plain_is_faster(q):
             return plain_attend(q, k, v, mask, dropout)
         return super().attend(q, k, v, mask, dropout)

@@ -33,32 +33,32 @@ CONTEXT = 1.3e9
 
 @dataclass(frozen=True)
 class Machine:
-    """What this process runs on, and how it talks to the other processes of the run (the ranks)."""
+    """The device and dtype of this process, and its messages to the other ranks of the run."""
 
     rank: int  # the number of this process, 0 ... world - 1
     local_rank: int  # its number among the processes on this computer
     world: int  # how many processes there are
     device: torch.device
     dtype: torch.dtype  # of autocast
-    why: str  # the reason for this dtype
+    why: str  # the reason for dtype
     group: Any = None  # all ranks, for messages before and after the training loop
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def say(self, text: str) -> None:
+    def print0(self, text: str) -> None:
         """Print a line, on rank 0 only. A progress bar stays below it."""
         if self.is_main:
             ProgressBar.write(text)
             sys.stdout.flush()
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank. The others pass anything."""
+        """Return rank 0's value on every rank. The values of other ranks are ignored."""
         return self.gather(value if self.is_main else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on every rank. Wait for the slowest, even for hours."""
+        """Return the values of all ranks, on every rank. This waits for the slowest, even hours."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -69,7 +69,7 @@ class Machine:
         return values
 
     def synchronize(self) -> None:
-        """Wait for all work that is queued on the device. A time is measured only after this."""
+        """Wait for all work that is queued on the device, for example before a time is taken."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -77,7 +77,7 @@ class Machine:
 class HostCopy:
     """Numbers on their way from the device to the host, like a Future.
 
-    wait() waits for this copy, but not for work that is queued behind it.
+    wait() waits for this copy, but not for work that is queued after it.
     """
 
     def __init__(self, numbers: torch.Tensor):
@@ -96,19 +96,19 @@ class HostCopy:
 # The start of a process
 
 
-def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine:
+def start(asked_device: str, asked_dtype: str, trim_heap: bool = False) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
-    If torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
-    memory back. Raises UserError if the device or dtype cannot be used.
+    If torchrun has started this process, it joins the other ranks. trim_heap: see tune_malloc().
+    Raises UserError if the device or dtype cannot be used.
     """
     rank = int(os.environ.get("RANK", 0))
     # A cluster's script may set WORLD_SIZE where torchrun did not start this process.
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
-    local_rank, gpu = place_on_computer(asked_device, world)
+    local_rank, gpu = local_rank_and_gpu(asked_device, world)
     device = pick_device(asked_device, gpu)
     if device.type == "cpu":
-        tune_malloc(sparing)
+        tune_malloc(trim_heap)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
@@ -121,30 +121,30 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
     return Machine(rank, local_rank, world, device, dtype, reason, group)
 
 
-def place_on_computer(asked_device: str, world: int) -> tuple[int, int]:
-    """Return the local rank of this process, and the number of its GPU among those that it sees.
+def local_rank_and_gpu(asked_device: str, world: int) -> tuple[int, int]:
+    """Return the local rank of this process, and the index of its GPU among the visible ones.
 
     torchrun sets LOCAL_RANK. srun sets SLURM_LOCALID, and may show each process one GPU only.
-    Raises UserError if neither is there, and all processes would take the first of several GPUs.
+    Raises UserError if neither is set, and all processes would use the first of several GPUs.
     """
-    place = os.environ.get("LOCAL_RANK")
-    if place or world == 1:
-        return int(place or 0), int(place or 0)
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank or world == 1:
+        return int(local_rank or 0), int(local_rank or 0)
     gpus = torch.cuda.device_count()
-    place = os.environ.get("SLURM_LOCALID")
-    if place is None and gpus > 1 and asked_device != "cpu":
-        advice = "start the run by torchrun or srun, or set it to the rank on this computer"
+    local_rank = os.environ.get("SLURM_LOCALID")
+    if local_rank is None and gpus > 1 and asked_device != "cpu":
+        advice = "start the run with torchrun or srun, or set it to the rank on this computer"
         raise UserError(
-            f"LOCAL_RANK is not set, so all ranks would take one GPU of {gpus}: {advice}"
+            f"LOCAL_RANK is not set, so all ranks would use the first of {gpus} GPUs: {advice}"
         )
-    return int(place or 0), int(place or 0) if gpus > 1 else 0
+    return int(local_rank or 0), int(local_rank or 0) if gpus > 1 else 0
 
 
 def obey_cpu_quota() -> None:
-    """Let torch use no more threads than the containers around this process give it CPUs.
+    """Let torch use no more threads than the CPU quota of the containers around this process.
 
-    More threads would be stopped together for a part of each tenth of a second. Whoever sets
-    OMP_NUM_THREADS, as torchrun does for several processes, has decided.
+    The kernel would stop all of more threads for a part of each tenth of a second. A value of
+    OMP_NUM_THREADS, which torchrun sets for several processes, takes precedence.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), int(cpu_quota()))))
@@ -153,7 +153,7 @@ def obey_cpu_quota() -> None:
 def connect(backend: str, device: torch.device) -> None:
     """Connect this process with the others that torchrun has started."""
     store, rank, world = next(dist.rendezvous("env://"))
-    # torchrun gives restarted workers the store of the attempt before, which holds addresses that
+    # torchrun gives restarted workers the store of the previous attempt, which holds addresses that
     # are no longer valid (torch 2.13). So each attempt gets a prefix of its own. This does not work
     # with several computers, because each of them counts its own restarts.
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -168,19 +168,19 @@ def connect(backend: str, device: torch.device) -> None:
     )
 
 
-def tune_malloc(sparing: bool) -> None:
-    """Make glibc keep large tensors that were freed, for the next step; sparing: give them back.
+def tune_malloc(trim_heap: bool) -> None:
+    """Make glibc keep the memory of freed tensors for the next step; trim_heap: return it instead.
 
-    If it returns them to the kernel, every step pays for new pages (bench/LOG.md). But where
-    weights are gathered and freed in turn, gaps between what stays add up: with the setting `shard`
-    a process kept three times what its tensors took.
+    If glibc returns them to the kernel, every step pays for new pages (bench/LOG.md). But where
+    weights are gathered and freed in turn, the heap fragments: with the setting `shard` a process
+    kept three times the size of its tensors.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another C library, as on macOS or with musl
         return
-    if sparing:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: larger blocks have pages of their own
+    if trim_heap:
+        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: larger blocks get pages of their own
     else:
         # M_MMAP_MAX: no block has pages of its own, which would be unmapped when it is freed.
         mallopt(-4, 0)
@@ -190,8 +190,8 @@ def tune_malloc(sparing: bool) -> None:
 def pick_device(setting: str, local_rank: int = 0) -> torch.device:
     """Return the device of the setting `device`. auto: cuda if there is one, then mps, then cpu.
 
-    The CPU's threads are from now on those that its quota allows. Raises UserError if the device
-    cannot be used.
+    This also limits torch's threads to the CPU quota. Raises UserError if the device cannot be
+    used.
     """
     obey_cpu_quota()
     kind = setting
@@ -207,7 +207,7 @@ def pick_device(setting: str, local_rank: int = 0) -> torch.device:
         reason = str(e).splitlines()[0]
         if "no kernel image" in reason:
             built_for = " ".join(torch.cuda.get_arch_list())
-            reason += f": torch was built for {built_for}; for older ones take that for CUDA 12.6"
+            reason += f": torch was built for {built_for}; older GPUs need its CUDA 12.6 build"
         raise UserError(f"--device={setting}: not usable here ({reason})") from None
     return device
 
@@ -221,28 +221,28 @@ def pick_dtype(setting: str, device: torch.device) -> tuple[torch.dtype, str]:
     if setting != "auto":
         if setting == "float16" and device.type != "cuda":
             raise UserError(f"dtype=float16 needs CUDA: on {device.type} use bfloat16 or float32")
-        return getattr(torch, setting), "as asked"
+        return getattr(torch, setting), "as set"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"compute capability {major}.{minor}"
         if major >= 8 or torch.version.hip:
-            return torch.bfloat16, f"{capability} multiplies it natively"
+            return torch.bfloat16, f"{capability} has native bfloat16"
         return torch.float16, f"{capability} has no native bfloat16"
     if device.type == "cpu":
         capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has none
         native = [k for k in ("amx_bf16", "avx512_bf16", "bf16") if capabilities.get(k)]
         if native:
             return torch.bfloat16, f"this CPU has {native[0]}"
-        return torch.float32, "torch knows of no native bfloat16 in this CPU"
+        return torch.float32, "torch reports no native bfloat16 in this CPU"
     return torch.float32, f"the safe choice on {device.type}"
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors that are sharded over the ranks, as torch's DTensor: their parts, and the whole
+# Tensors that are sharded over the ranks, torch's DTensor: their local shards and full values
 #
 # Rank r of W holds the rows r n ... (r + 1) n - 1 of a tensor of R rows, where n = ceil(R / W). The
 # last ranks may hold fewer rows, or none. training/parallel.py shards the weights; their gradients
-# and the optimizer's state follow them.
+# and the optimizer's state are sharded in the same way.
 
 
 def is_sharded(x: torch.Tensor) -> bool:
@@ -250,15 +250,15 @@ def is_sharded(x: torch.Tensor) -> bool:
     return hasattr(x, "device_mesh")
 
 
-def part(x: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of x; x itself if it is not sharded. No copy is made."""
+def local_shard(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of x; x itself if it is not sharded. No copy is made."""
     return x.to_local() if is_sharded(x) else x
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """Return all of x, on every rank: all ranks must call this at the same time.
+def full_tensor(x: torch.Tensor) -> torch.Tensor:
+    """Return the full value of x, on every rank. All ranks must call this.
 
-    A result that is still to be summed over the ranks, such as a norm, is summed.
+    A partial result that is still to be summed over the ranks, such as a norm, is summed.
     """
     return x.full_tensor() if is_sharded(x) else x
 
@@ -268,9 +268,9 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 class Clock:
-    """Measures the seconds since the last log line, and how many of them went by waiting for data.
+    """Measures the seconds since the last log line, and how many of them were spent on data.
 
-    Time spent inside `paused()` (evaluation, saving) does not count.
+    Time spent inside `paused()`, for evaluation and saving, does not count.
     """
 
     def __init__(self, machine: Machine, step: int):
@@ -316,8 +316,8 @@ def stop_signals() -> Iterator[list[int]]:
         caught.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # a step may take long
             text = b"\nthe run will be saved and end"
-            if "RANK" not in os.environ:  # torchrun hands on the first one only
-                text += b"; Ctrl-C again ends it at once, unsaved"
+            if "RANK" not in os.environ:  # torchrun forwards the first one only
+                text += b"; press Ctrl-C again to end it at once, unsaved"
             with suppress(OSError):  # in `train.py 2>&1 | tee log`, Ctrl-C has ended tee, too
                 os.write(2, b"\n" if again else text + b"\n")
         if again:
@@ -370,25 +370,25 @@ def out_of_memory(e: BaseException) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# How much memory a device, a computer and its containers still give to this process
+# The memory that a device, a computer and its containers still give to this process
 
 
-def available(root: str = "/") -> float:
-    """Return the bytes of memory that the system and its containers still give.
+def available_memory(root: str = "/") -> float:
+    """Return the bytes of memory that the system and the containers around this process still give.
 
-    Where the system does not tell (macOS), this is all its memory. root: of the files that tell.
+    macOS does not report this: there it is all memory. root: folder of the system's files.
     """
     bounds: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there(f"{root}/proc/meminfo")):
+    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_or_empty(f"{root}/proc/meminfo")):
         bounds.append(1024 * int(free[1]))
     for group in control_groups(root, "memory"):
-        limit = read_if_there(group / "memory.max") or read_if_there(
+        limit = read_or_empty(group / "memory.max") or read_or_empty(
             group / "memory.limit_in_bytes"
         )
         if limit.strip().isdigit():  # else it is "max"
-            # The other memory of a group holds files, and is taken back where it is needed. In
-            # version 1, total_... counts the groups below, too.
-            stat = read_if_there(group / "memory.stat")
+            # The rest of a group's memory is file cache, which the kernel reclaims. In version 1,
+            # total_... counts the groups below, too.
+            stat = read_or_empty(group / "memory.stat")
             kinds = "total_rss|total_shmem" if "total_rss" in stat else "anon|shmem|kernel"
             used = re.findall(rf"^(?:{kinds}) (\d+)$", stat, re.MULTILINE)
             bounds.append(int(limit) - sum(map(int, used)))
@@ -396,26 +396,26 @@ def available(root: str = "/") -> float:
 
 
 def cpu_quota(root: str = "/") -> float:
-    """Return how many CPUs the containers around this process let it use; those there are if all.
+    """Return the number of CPUs that the containers around this process let it use.
 
-    root: of the files that tell.
+    root: folder of the system's files.
     """
     bounds = [float(os.cpu_count() or 1)]
     for group in control_groups(root, "cpu"):
-        v1 = [read_if_there(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-        numbers = (read_if_there(group / "cpu.max") or " ".join(v1)).split()
+        v1 = [read_or_empty(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        numbers = (read_or_empty(group / "cpu.max") or " ".join(v1)).split()
         if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # else it is "max", or -1
             bounds.append(int(numbers[0]) / int(numbers[1]))
     return min(bounds)
 
 
 def control_groups(root: str, controller: str) -> Iterator[Path]:
-    """Yield the folders of the control groups around this process: the limits of all of them hold.
+    """Yield the folders of the control groups around this process. The limits of all of them apply.
 
-    A container sees only its own, at the top. In version 2, one tree is for all controllers; in
-    version 1, each has its own. (A controller can only be in one of the two.)
+    A container sees only its own group, at the top. In version 2, all controllers share one tree;
+    in version 1, each has its own. A controller is in one of the two versions only.
     """
-    listed = read_if_there(f"{root}/proc/self/cgroup")
+    listed = read_or_empty(f"{root}/proc/self/cgroup")
     versions = {rf"^\d+:(?:.*,)?{controller}(?:,.*)?:/(.*)": f"{controller}", r"^0::/(.*)": ""}
     for pattern, tree in versions.items():
         group = re.search(pattern, listed, re.MULTILINE)
@@ -424,12 +424,12 @@ def control_groups(root: str, controller: str) -> Iterator[Path]:
 
 
 def own_memory() -> float:
-    """Return the bytes of memory that this process has; 0 where the system does not tell."""
-    rss = re.search(r"RssAnon:\s+(\d+) kB", read_if_there("/proc/self/status"))
+    """Return the bytes of memory that this process has; 0 if the system does not report them."""
+    rss = re.search(r"RssAnon:\s+(\d+) kB", read_or_empty("/proc/self/status"))
     return 1024 * int(rss[1]) if rss else 0
 
 
-def read_if_there(path: str | Path) -> str:
+def read_or_empty(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:
@@ -437,9 +437,9 @@ def read_if_there(path: str | Path) -> str:
 
 
 def memory_capacity(device: torch.device) -> float:
-    """Return the bytes that this process can have on the device, including CUDA's context."""
+    """Return the bytes that this process can use on the device, including CUDA's context."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run, on this computer
-    return available() / processes + own_memory()
+    return available_memory() / processes + own_memory()

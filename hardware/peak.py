@@ -1,6 +1,6 @@
-"""Peak speed, memory and power of GPUs, as their vendors state them, and what can be measured here.
+"""Peak speed, memory and power of GPUs from their datasheets, and the measured peak of this CPU.
 
-MFU is relative to the peak speed. plan.py plans a run on a GPU that is not at hand.
+MFU is relative to the peak speed. plan.py uses the table to plan runs on other GPUs.
 """
 
 import platform
@@ -12,7 +12,7 @@ import torch
 
 from hardware.terminal import plural
 
-# What datasheets call a dtype, the faster one first.
+# Names of a dtype in datasheets, the faster one first.
 KINDS = {torch.float32: ["tf32", "fp32"], torch.bfloat16: ["bf16"], torch.float16: ["fp16"]}
 
 
@@ -21,9 +21,9 @@ class Card:
     """A GPU with one of the memory sizes in which it is sold."""
 
     name: str
-    # Dense peaks in TFLOPS, by dtype. Where a datasheet gives the sparse figure, half of that.
-    # fp16 and bf16 are with fp32 accumulation, as training needs it. On GeForce cards this is half
-    # the speed of fp16 with fp16 accumulation.
+    # Dense peaks in TFLOPS, by dtype: half of the sparse figure, if a datasheet gives only that.
+    # fp16 and bf16 are with fp32 accumulation, as in training. On GeForce cards this is half the
+    # speed of fp16 with fp16 accumulation.
     tflops: dict[str, float]
     memory_gb: int  # as sold
     watts: int  # power limit of the board
@@ -44,8 +44,7 @@ A100 = dict(bf16=312, fp16=312, tf32=156, fp32=19.5)
 H100 = dict(bf16=989, fp16=989, tf32=494, fp32=67)
 H100_NVL = dict(bf16=835, fp16=835, tf32=417, fp32=60)
 
-# name -> dense TFLOPS, GB of memory, watts, source. If there are several forms and the name does
-# not say which, it is the SXM form.
+# name -> dense TFLOPS, GB of memory, watts, source. A name without a form factor means SXM.
 # fmt: off
 GPUS = {
     "V100": (dict(fp16=125, fp32=15.7), (16, 32), 300, "NVIDIA V100 datasheet 2020, SXM2"),
@@ -99,7 +98,7 @@ def find_gpu(spec: str) -> Card | None:
 
     spec: as people write it ("a100-80g", "4090") or as a driver does ("NVIDIA H100 80GB HBM3").
     Without a memory size, it means the smallest that is sold. The brand, the socket, upper and
-    lower case and separators are ignored. Every other word must agree: a laptop's RTX 4090 is not
+    lower case and separators are ignored. All other words must match: a laptop's RTX 4090 is not
     the desktop's.
     """
     words = [word for word in re.split(r"[\s_-]+", spec.upper()) if not BRANDS.fullmatch(word)]
@@ -137,15 +136,15 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, given: float) -> tuple
     datasheet on a GPU; it is None for a GPU that the table does not have.
     """
     if given:
-        return given, f"{given:g} TFLOPS a device, as given by peak_tflops"
+        return given, f"{given:g} TFLOPS a device, from peak_tflops"
     if device.type != "cpu":
         return datasheet_peak(device_name(device), dtype)
     n = 2048
     a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
     names = {"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)}
-    # The fastest of some repetitions: other programs may have slowed down the others.
+    # The fastest of several repetitions: other programs may have slowed down the rest.
     peak = 2 * n**3 / min(repeat("torch.mm(a, b, out=c)", names).times) / 1e12
-    product = f"a {n} x {n} {KINDS[dtype][-1]} product measured here and now"
+    product = f"measured now by a {n} x {n} {KINDS[dtype][-1]} product"
     return peak, f"{peak:.2f} TFLOPS, {product} ({device_name(device)})"
 
 
@@ -158,4 +157,4 @@ def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
     for kind in KINDS[dtype]:
         if card and (peak := card.tflops.get(kind)):
             return peak, f"{peak:g} dense {kind} TFLOPS a device, {card.source}"
-    return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"
+    return None, f"unknown for {name} in {kind}, so MFU is n/a: give --peak_tflops"

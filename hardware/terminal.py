@@ -1,6 +1,6 @@
-"""What all programs look like in a terminal: one kind of progress bar, and texts that fit into it.
+"""Output in a terminal: the progress bar of all programs, and texts that fit into the terminal.
 
-The bar goes to stderr, everything else to stdout. Where stderr is no terminal, there is no bar.
+The bar goes to stderr, everything else to stdout. If stderr is not a terminal, there is no bar.
 """
 
 import re
@@ -17,28 +17,28 @@ from configurator import folded
 class ProgressBar(tqdm):
     """One row at the bottom of the terminal. It is removed when it is closed.
 
-    title: of the work. disable: None: if stderr is no terminal. options: those of tqdm, as total.
+    title: of the work. disable: None: if stderr is not a terminal. options: of tqdm, such as total.
     """
 
     def __init__(self, title: str, iterable=None, disable: bool | None = None, **options):
-        # The bar does not grow with the terminal, so that the row fits into 80 columns and stays in
-        # one piece if a wide terminal is made narrower. With miniters=1 a step that takes long
-        # shows at once; mininterval, 0.1 s, limits how often the row is drawn.
+        # The bar does not grow with the terminal, so the row fits into 80 columns and stays one row
+        # if a wide terminal is made narrower. With miniters=1 a long step shows at once;
+        # mininterval, 0.1 s, limits how often the row is drawn.
         row = f"{title} {{n_fmt}}/{{total_fmt}} {{percentage:3.0f}}% |{{bar:16}}| "
         row += "eta {remaining}{postfix}"
         options |= dict(bar_format=row, dynamic_ncols=True, miniters=1, leave=False)
         super().__init__(iterable, disable=disable, **options)
 
     @contextmanager
-    def below(self) -> Iterator[None]:
-        """Keep the bar below all that is printed in the block, also warnings of other packages."""
+    def pinned(self) -> Iterator[None]:
+        """Keep the bar below all output of the block, including warnings of other packages."""
         redirected = nullcontext() if self.disable else redirect_stderr(DummyTqdmFile(sys.stderr))
         with self, redirected:
             yield
 
 
-def in_a_terminal() -> bool:
-    """Return whether lines can stand above a bar: not in `train.py | tee log`."""
+def is_terminal() -> bool:
+    """Return whether stdout and stderr are terminals: not in `train.py | tee log`."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
@@ -48,7 +48,7 @@ def plural(n: int, noun: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return a text with U+FFFD for what moves the cursor, changes colours or the direction.
+    """Return a text with U+FFFD for what moves the cursor, or changes colours or the direction.
 
     Carriage returns are dropped: texts from Windows have one at the end of each line.
     """
@@ -57,10 +57,9 @@ def harmless(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text that a model wrote as a block, which cannot be taken for lines of the log.
+    """Return a text of the model as a block that cannot be mistaken for lines of the log.
 
-    Each row begins with >. Rows beyond the twelfth are left out, and several empty lines become
-    one.
+    Each row starts with >. Rows after the twelfth are left out, and several empty lines become one.
     """
     lines = re.sub(r"\n([ \t]*\n)+", "\n\n", text.rstrip()).expandtabs(4)
     rows = folded(harmless(lines), 72).split("\n")

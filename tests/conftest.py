@@ -39,7 +39,7 @@ from training.huggingface import architecture_of, save_weights, to_config
 # A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
-report.END_SECONDS = 240  # plot.py has a low priority, and other tests run beside it
+report.END_SECONDS = 240  # plot.py has a low priority, and other tests run at the same time
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 

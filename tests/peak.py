@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import new_training
-from hardware.machine import Machine, part
+from hardware.machine import Machine, local_shard
 from model import GPTConfig
 from training.memory import Step
 from training.settings import TrainConfig
@@ -48,8 +48,8 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
         changes_of_memory = [e for e in events if e.name() == "[memory]"]
         in_order = sorted(changes_of_memory, key=lambda e: e.start_ns())
         peaks.append(max(accumulate(e.nbytes() for e in in_order)))
-    state = [part(t) for moments in training.optimizer.state.values() for t in moments.values()]
-    always = [*map(part, model.parameters()), *model.buffers(), *state, batch.x]
+    state = [local_shard(t) for s in training.optimizer.state.values() for t in s.values()]
+    always = [*map(local_shard, model.parameters()), *model.buffers(), *state, batch.x]
     # DDP's buckets are as large as the weights. They were allocated in the step before.
     ddp = isinstance(training.forward, DistributedDataParallel)
     buckets = 4 * model.num_params()["total"] if ddp else 0

@@ -21,12 +21,12 @@ optimizer, shard, recompute, accum = sys.argv[1:]
 machine = start("cpu", "bfloat16")
 c = GPTConfig(**PRESETS["qwen3"], n_layer=4, n_head=4, n_embd=256, vocab_size=2000)
 settings = TrainConfig(optimizer=optimizer, shard=shard, recompute=recompute)
-step = Step(4, 256, int(accum), machine.dtype, False, "cpu", machine.world).of(settings)
+step = Step(4, 256, int(accum), machine.dtype, False, "cpu", machine.world).with_cfg(settings)
 measured = max(machine.gather(measured_peak(c, step, machine)))
 with torch.device("meta"):
     moment, parts = step_memory(GPT(c), step)
 difference = sum(parts.values()) / measured - 1
-machine.say(f"{measured / 1e6:.1f} MB, predicted {difference:+.1%} {moment}")
+machine.print0(f"{measured / 1e6:.1f} MB, predicted {difference:+.1%} {moment}")
 machine.gather(None)  # a rank that ends first would end the others
 torch.distributed.destroy_process_group()
 sys.exit(abs(difference) > 0.05)

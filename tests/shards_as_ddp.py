@@ -16,7 +16,7 @@ from itertools import product
 import torch
 
 from bench.measure import Training, new_training
-from hardware.machine import Machine, part, start
+from hardware.machine import Machine, local_shard, start
 from training.batches import Batch
 from training.settings import TrainConfig, model_config
 
@@ -53,13 +53,13 @@ def skips_an_overflow(cfg: TrainConfig, machine: Machine) -> bool:
 
     def overflow(optimizer: torch.optim.Optimizer) -> None:
         if machine.rank == 1:
-            part(model.wte.weight.grad)[0, 0] = math.inf
+            local_shard(model.wte.weight.grad)[0, 0] = math.inf
         unscale(optimizer)
 
     def moves() -> bool:
-        weights = [part(p).detach().clone() for p in model.parameters()]
+        weights = [local_shard(p).detach().clone() for p in model.parameters()]
         new.step()
-        return not all(map(torch.equal, weights, map(part, model.parameters())))
+        return not all(map(torch.equal, weights, map(local_shard, model.parameters())))
 
     scaler.unscale_ = overflow
     moved = moves()
@@ -80,10 +80,10 @@ def main() -> None:
             figures = losses_and_norms(cfg, machine, accum, steps)
             loss, norm = (figures / expected - 1).abs().amax(dim=0).tolist()
             failed |= max(loss, norm) > 1e-5
-            machine.say(f"{optimizer} {shard} {recompute}: loss {loss:.1e}, norm {norm:.1e}")
+            machine.print0(f"{optimizer} {shard} {recompute}: loss {loss:.1e}, norm {norm:.1e}")
         skipped = all(machine.gather(skips_an_overflow(replace(ddp, shard="all"), machine)))
         failed |= not skipped
-        machine.say(f"{optimizer}: an overflow on one rank skips the step on all: {skipped}")
+        machine.print0(f"{optimizer}: an overflow on one rank skips the step on all: {skipped}")
     machine.gather(None)
     torch.distributed.destroy_process_group()
     sys.exit(failed)

@@ -15,7 +15,7 @@ from test_huggingface import as_nanogpt
 
 from bench import compare
 from bench import prepare as bench_prepare
-from configurator import given
+from configurator import given_settings
 from model import GPT, PRESETS, GPTConfig
 
 
@@ -100,7 +100,8 @@ def check(module: str, argv: list[str]) -> None:
     """Fail if a script does not know an option, or does not take its value. Nothing is run."""
     names = vars(importlib.import_module(module)).items()
     [settings] = [v for k, v in names if k.endswith("Config") and v.__module__ == module]
-    given(settings, argv, positional={"prepare": "corpus", "judge": "files"}.get(module[6:], ""))
+    positional = {"prepare": "corpus", "judge": "files"}.get(module[6:], "")
+    given_settings(settings, argv, positional=positional)
 
 
 @pytest.mark.parametrize("toy", ["1", ""])
@@ -121,7 +122,7 @@ def test_gpu_suite_gives_known_options(toy, tmp_path):
 @pytest.mark.parametrize("page", ["results.md", "extending.md"])
 def test_published_commands_give_known_options(page, monkeypatch):
     monkeypatch.chdir(REPO)
-    # A command goes on behind a backslash, and until its quotes are closed.
+    # A command continues after a backslash, and until its quotes are closed.
     quoted = r'(?:"[^"]*"|\\\n|[^"\n])*'
     text = (REPO / "docs" / page).read_text()
     commands = re.findall(rf"^    python -m (bench\.\w+)({quoted})$", text, re.MULTILINE)

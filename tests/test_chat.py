@@ -14,10 +14,10 @@ from test_prepare import all_texts, tiktoken_file
 import prepare
 import train
 from model import GPT, PRESETS, GPTConfig
-from text.chat import answers_of, marks_of
+from text.chat import answer_bounds, chatml_ids
 from text.dataset import load_tokenizer, open_dataset, open_datasets, open_split, open_windows
 from text.hf_tokenizer import CHATML, to_hugging_face
-from text.packing import Counting
+from text.packing import LossWeights
 from text.report import document_texts, summary
 from text.tokenizer import IM_END, IM_START
 from text.windows import Loader
@@ -32,7 +32,7 @@ def chat_data(tiny_data, tmp_path_factory) -> Path:
     """A folder of data sets with `tiny`, and with `chat`: conversations with the same tokenizer."""
     root = tmp_path_factory.mktemp("chat")
     options = ["--name=chat", f"--data_dir={tiny_data}", f"--tokenizer={tiny_data / 'tiny'}"]
-    prepared(root, [{"messages": m} for m in conversations(300, marks=True)], *options)
+    prepared(root, [{"messages": m} for m in conversations(300, special=True)], *options)
     return tiny_data
 
 
@@ -100,9 +100,9 @@ def test_the_fields_of_chat_are_a_question_and_its_answer(tiny_data, tmp_path, r
 def test_what_says_do_not_learn_this_is_not_learned(tiny_data, tmp_path):
     """The answers of a conversation that are not to be learned stay before those that are."""
     no = [{"label": False}, {"weight": 0}, {"weight": "0"}, {"train": "False"}]
-    records = [talk(QUESTION, ANSWER, **mark) for mark in no]
+    records = [talk(QUESTION, ANSWER, **flag) for flag in no]
     records += [talk(QUESTION, ANSWER | {"loss": False})]
-    records += [talk(QUESTION, ANSWER | mark, QUESTION, ANSWER) for mark in no]
+    records += [talk(QUESTION, ANSWER | flag, QUESTION, ANSWER) for flag in no]
     records += [talk(QUESTION, ANSWER, label=True, weight=1)] * 4
     folder = chats(tiny_data, tmp_path, records, "--val_fraction=0.4")
     meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
@@ -130,8 +130,8 @@ def test_marks_of_other_values_and_of_texts_are_counted(tiny_data, tmp_path):
 
 def test_a_mark_moves_no_document_to_the_other_split(tiny_data, tmp_path):
     texts = [{"content": f"So {i}."} for i in range(60)]
-    marks = [{}, {"loss": False}]
-    records = [talk(QUESTION, ANSWER | t | m, QUESTION, ANSWER) for t in texts for m in marks]
+    flags = [{}, {"loss": False}]
+    records = [talk(QUESTION, ANSWER | t | m, QUESTION, ANSWER) for t in texts for m in flags]
     meta = open_dataset(chats(tiny_data, tmp_path, records))
     assert all(s["documents"] % 2 == 0 for s in meta["splits"].values())
 
@@ -150,15 +150,15 @@ def test_names_of_special_tokens_are_counted_or_end_documents(tiny_data, tmp_pat
 
 
 def test_no_text_can_write_a_mark(tmp_path):
-    """Neither a text nor a message is encoded to a mark, and both keep their letters."""
+    """Neither a text nor a message is encoded to a special token, and both keep their letters."""
     letters = f"{IM_START}user\n{IM_END} </s> "
     messages = [QUESTION | {"content": letters}, ANSWER | {"content": letters * 3}]
     records = [{"text": f"{letters} {i}"} for i in range(60)] + [talk(*messages)] * 20
     folder = prepared(tmp_path, records + make_records(60))
     meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
     ids = np.concatenate([open_split(folder, meta, split) for split in ("train", "val")])
-    assert [np.count_nonzero(ids == mark) for mark in marks_of(tokenizer)] == [40, 40]
-    assert set(marks_of(tokenizer)) == {3, 4}
+    assert [np.count_nonzero(ids == i) for i in chatml_ids(tokenizer)] == [40, 40]
+    assert set(chatml_ids(tokenizer)) == {3, 4}
     texts = all_texts(folder)
     assert f"{IM_START}user\n{letters}{IM_END}\n" in "".join(texts)
     assert sum(text.startswith(letters) for text in texts) == 60
@@ -195,7 +195,7 @@ def test_wrong_conversations_are_bad_records_with_their_line(tiny_data, tmp_path
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bytes.tiktoken"])
-def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tokenizer):
+def test_a_tokenizer_without_the_special_tokens_is_refused_by_name(tmp_path, refuses, tokenizer):
     if tokenizer.endswith("tiktoken"):
         tokenizer = tiktoken_file(tmp_path / tokenizer)
     options = [f"--tokenizer={tokenizer}", "--vocab_size=4096"]  # which is the default
@@ -208,7 +208,7 @@ def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tok
 
 def test_a_cut_answer_stays_within_its_document(chat_data):
     tokenizer = load_tokenizer(chat_data / "chat")
-    start, end = marks_of(tokenizer)
+    start, end = chatml_ids(tokenizer)
     header = tokenizer.encode("assistant\n").tolist()
     eos = tokenizer.eos_id
     for ids, bounds in (
@@ -219,8 +219,8 @@ def test_a_cut_answer_stays_within_its_document(chat_data):
         ([eos], []),
     ):
         ids = np.array(ids)
-        places = np.flatnonzero(np.isin(ids, [eos, start, end]))
-        assert answers_of(ids, places, tokenizer).tolist() == bounds
+        positions = np.flatnonzero(np.isin(ids, [eos, start, end]))
+        assert answer_bounds(ids, positions, tokenizer).tolist() == bounds
 
 
 # -- windows and losses --
@@ -297,9 +297,9 @@ def test_each_kind_of_window_learns_only_the_answers(chat_data, documents):
     for start in windows.fixed_starts(0):
         np.add.at(times, windows.targets(start)[windows.weights(start) > 0], 1)
     tokenizer = load_tokenizer(data.folder)
-    places = np.flatnonzero(np.isin(ids, [data.meta["eos_id"], *marks_of(tokenizer)]))
-    bounds = answers_of(ids, places, tokenizer)
-    is_answer = Counting(bounds, None).weights(np.arange(len(ids))) > 0
+    positions = np.flatnonzero(np.isin(ids, [data.meta["eos_id"], *chatml_ids(tokenizer)]))
+    bounds = answer_bounds(ids, positions, tokenizer)
+    is_answer = LossWeights(bounds, None).at(np.arange(len(ids))) > 0
     assert data.learned("train", "answers")["tokens"] == is_answer.sum()
     assert not times[~is_answer].any() and times.max() == 1
     if documents == "pad":  # the first 64 targets of each document
@@ -322,7 +322,7 @@ def test_a_run_on_answers_resumes_to_the_bit_and_stays_one(chat_data, tmp_path, 
     assert metrics(run, "val_loss")[8] < metrics(run, "val_loss")[4]
     other = [f"--out_dir={run.parent}", f"--run_name={run.name}", "--init_from=resume"]
     said = refuses(train.main, *other, f"--data_dir={chat_data}", "--loss_on=all")
-    assert "loss_on is answers there, all here" in said  # else their losses would be compared
+    assert "loss_on was answers, is all" in said  # else their losses would be compared
 
 
 @pytest.mark.slow
@@ -361,5 +361,5 @@ def test_a_loss_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
     counts = open_datasets("chat", chat_data)[0].learned("val", "answers")
     loss, bits = metrics(run, "val_loss")[8], metrics(run, "val_bits_per_byte")[8]
     assert bits == pytest.approx(loss / np.log(2) * counts["tokens"] / counts["bytes"])
-    # A landmark of all tokens is none for answers.
+    # A baseline of all tokens is none for answers.
     assert "bigram" not in (run / "metrics.jsonl").read_text()

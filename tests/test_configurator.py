@@ -18,7 +18,7 @@ from configurator import UserError, changes, grouped, help_text, option, parse
 from model import GPTConfig
 from sample import SampleConfig
 from text.settings import PrepareConfig
-from training.settings import PLACE, TRAINING, TrainConfig, model_config
+from training.settings import RUN_SETTINGS, TRAINING, TrainConfig, model_config
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def test_every_setting_of_training_is_in_one_group():
     every = [name for group in grouped(TrainConfig).values() for name in group]
     assert len(every) == len(set(every)) and set(every) == names(TrainConfig)
     assert {"lr", "n_layer", "dataset"} <= set(TRAINING) and "eval_every" not in TRAINING
-    assert {"out_dir", "device"} <= set(PLACE) and not set(PLACE) & set(TRAINING)
+    assert {"out_dir", "device"} <= set(RUN_SETTINGS) and not set(RUN_SETTINGS) & set(TRAINING)
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("config/*.py")), ids=lambda p: p.stem)
@@ -174,7 +174,7 @@ def test_every_config_is_valid_and_names_its_run(path):
 
 def test_no_setting_abbreviates_an_option_of_torchrun():
     """torchrun refuses `train.py --run=x` as an ambiguous abbreviation of its own --run-path,
-    although the option stands behind the name of the script.
+    although the option comes after the name of the script.
     """
     from torch.distributed.run import get_args_parser
 

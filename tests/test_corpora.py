@@ -75,7 +75,7 @@ QUOTED = [
 def test_quotes_in_a_tsv_are_text_unless_csv_wrote_it(tmp_path, content, texts):
     path = tmp_path / "a.tsv"
     path.write_text(content)
-    (chunk,) = read_chunks([Source.at(path, "tsv")], PrepareConfig())
+    (chunk,) = read_chunks([Source.from_path(path, "tsv")], PrepareConfig())
     assert [row["text"] for _, row in chunk.records] == texts
 
 

@@ -94,7 +94,7 @@ def test_a_mixture_keeps_its_shares_at_every_moment(weights):
         seen[k] += 1
         for split, weight in enumerate(weights):
             assert abs(seen[split] - (sample + 1) * Fraction(weight) / total) < len(weights) - 0.5
-    # The shares are exact far away, too, and pick() does not count up to this place.
+    # The fractions are exact far away, too, and pick() does not count up to this position.
     picked = [loader.pick(10**15 + i)[0] for i in range(1000)]
     assert abs(picked.count(0) - 1000 * Fraction(weights[0]) / total) <= 1
 

@@ -24,11 +24,11 @@ from training.huggingface import from_pretrained
 from training.settings import TrainConfig, model_config
 
 EOS = 299
-LENGTHS = (7, 30, 1, 90, 300, 2, 260)  # of documents, in tokens; 256 tokens make a piece
+LENGTHS = (7, 30, 1, 90, 300, 2, 260)  # of documents, in tokens; 256 tokens make a span
 
 
 def text_of_documents(seed: int = 0) -> torch.Tensor:
-    """Return documents of LENGTHS, each behind its eos, and the end of one before them: (1, T)."""
+    """Return documents of LENGTHS, each after its eos, and the end of one before them: (1, T)."""
     draw = np.random.default_rng(seed)
     texts = [draw.integers(0, EOS, n).tolist() for n in LENGTHS]
     ids = draw.integers(0, EOS, 5).tolist()
@@ -95,8 +95,8 @@ def open_packed(folder: Path, T: int, documents: str = "pack", loss_per: str = "
 
 @pytest.mark.parametrize("T", [1, 16, 64, 1000])
 def test_packed_windows_learn_each_token_once(packed_set, T, monkeypatch):
-    monkeypatch.setattr("text.packing.TOGETHER", 50)
-    monkeypatch.setattr("text.packing.STRETCH", 1000)
+    monkeypatch.setattr("text.packing.GROUP_SIZE", 50)
+    monkeypatch.setattr("text.packing.CHUNK", 1000)
     windows = open_packed(packed_set, T)
     tokens = windows.tokens
     trained = []  # the targets of each window
@@ -123,7 +123,7 @@ def test_packing_fills_the_windows_and_is_best_fit():
     bins, count = best_fit(lengths, 512)
     assert np.bincount(bins, lengths).max() <= 512
     assert lengths.sum() / (count * 512) > 0.97
-    # 7 goes first, then 6. 4 fits behind 6 exactly; 3 fits behind 7, where 1 would be left.
+    # 7 goes first, then 6. 4 fits after 6 exactly; 3 fits after 7, where 1 would be left.
     assert best_fit(np.array([3, 7, 4, 6]), 10)[0].tolist() == [0, 0, 1, 1]
 
 
@@ -173,7 +173,7 @@ def test_a_run_on_documents_learns_and_resumes(tiny_data, tmp_path, prints):
 
 
 def test_runs_are_evaluated_on_the_same_windows(tiny_data, tmp_path):
-    """The loss by document is that of each document alone, behind an eos, as far as it fits."""
+    """The loss by document is that of each document alone, after an eos, as far as it fits."""
     T = 128
     options = ["--eval_tokens=0", f"--block_size={T}", "--batch_tokens=512", "--documents=mask"]
     run = train_tiny(tiny_data, tmp_path, *options)

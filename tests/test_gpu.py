@@ -67,10 +67,10 @@ def loss_and_gradients(
     return loss.item(), [g.float().cpu() for g in torch.autograd.grad(loss, weights)]
 
 
-def assert_close(gradients: list[torch.Tensor], expected: list[torch.Tensor], share: float):
+def assert_close(gradients: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float):
     """Check that no number is off by more than this share of the largest one in its tensor."""
     for g, e in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(g, e, rtol=0, atol=share * e.abs().max().item())
+        torch.testing.assert_close(g, e, rtol=0, atol=tolerance * e.abs().max().item())
 
 
 def wide(preset: str, block_size: int = 128) -> GPT:
@@ -174,7 +174,7 @@ def test_fp16_trains_and_skips_a_step_that_overflows(trains, capsys, monkeypatch
     skipped = len(scales)
     assert 1 <= skipped < 25
     assert [*scales.items()] == [(i + 1, 2.0 ** (29 - i)) for i in range(skipped)]
-    assert capsys.readouterr().out.count("fp16 overflow: skipped, the loss is scaled by") == skipped
+    assert capsys.readouterr().out.count("fp16 overflow: skipped, the loss scale is") == skipped
     assert losses.keys() == set(range(skipped + 1, 41)) and not metrics(run, "bad_steps")
     # The skipped steps changed nothing: the first loss is that of guessing one of 400 tokens.
     assert losses[skipped + 1] == pytest.approx(math.log(400), abs=0.1)

@@ -109,7 +109,7 @@ KINDS = [
     ("model_type", "bpe", True, True),
     ("vocab_size", 600, True, True),
     ("split_by_whitespace", False, True, False),  # tokens reach from one word into the next
-    ("split_by_unicode_script", False, True, False),  # and from a character to a mark
+    ("split_by_unicode_script", False, True, False),  # and from a character to punctuation
     ("add_dummy_prefix", True, False, False),  # each slice would begin with a space of its own
     ("normalization_rule_name", "nfkc", False, False),
     ("model_type", "unigram", False, False),  # adds scores up over the whole text
@@ -186,14 +186,14 @@ ADDED = ["<think>", "</think>", "<tool_call>", "<think>x", "   ", "标点", "<|i
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen", "llama3"])
 def test_added_tokens_are_found_as_their_file_says(kind, tmp_path, transformers):
-    """Only the marks of a conversation cannot be written by a text."""
+    """Only the special tokens of a conversation cannot be written by a text."""
     folder = bpe(tmp_path / "m", kind)
     content = read(folder / "tokenizer.json")
     added = [{"id": 700 + i, "content": name} for i, name in enumerate(ADDED[:-1])]
     added += [t for t in content["added_tokens"] if t["content"] not in ADDED]
-    marks = [t | {"special": False} for t in content["added_tokens"] if t["content"] in ADDED]
+    special = [t | {"special": False} for t in content["added_tokens"] if t["content"] in ADDED]
     flags = dict(lstrip=False, rstrip=False, single_word=False, normalized=False, special=False)
-    content["added_tokens"] = [flags | token for token in added + marks]
+    content["added_tokens"] = [flags | token for token in added + special]
     write_files(folder, {"tokenizer.json": content})
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     ours = from_hugging_face(folder)

@@ -18,7 +18,7 @@ from test_model import make as make_model
 import plan
 import sample
 import train
-from configurator import UserError, given
+from configurator import UserError, given_settings
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path, trains, refus
     torch.save(content, tmp_path / "ckpt.pt")
     theirs = from_pretrained(tmp_path / "ckpt.pt")
     assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
-    assert huggingface.shape_in(tmp_path / "ckpt.pt") == theirs.config
+    assert huggingface.read_shape(tmp_path / "ckpt.pt") == theirs.config
     assert "a vocabulary of 300" in refuses(lambda: trains(f"--init_from={tmp_path}/ckpt.pt"))
 
 
@@ -448,13 +448,13 @@ def test_a_tuned_model_keeps_its_shape_and_refuses_another(
     assert settings_of_run({"init_from": str(finished), "max_steps": 2}).init_from == str(short)
     start = [f"--init_from={finished}", "--block_size=64", "--max_steps=2"]
     train_tiny(tiny_data, tmp_path, *start, "--n_layer=5", "--n_head=3")  # not of a width of 32
-    assert "keeps its own shape: n_layer=5 n_head=3 is ignored" in capsys.readouterr().err
+    assert "keeps its own shape and ignores n_layer=5 n_head=3" in capsys.readouterr().err
     settings = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["settings"]
     assert (settings["init_from"], settings["n_layer"]) == (str(short), 2)
     more = ["--init_from=resume", "--max_steps=4"]
     for name, size, other in (("n_layer", 2, 3), ("block_size", 64, 128), ("d_ff", 128, 64)):
         said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, f"--{name}={other}"))  # noqa: B023
-        assert f"{name} is {size} there, {other} here" in said
+        assert f"{name} was {size}, is {other}" in said
     call(train.main, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *more)
 
 
@@ -467,7 +467,7 @@ def test_the_last_init_from_decides_whether_a_run_resumes(tmp_path):
         (["--init_from=auto", "--init_from=x"], ("x", "auto")),
         (["--init_from=resume"], ("scratch", "yes")),
     ):
-        cfg = TrainConfig(**given(TrainConfig, argv))
+        cfg = TrainConfig(**given_settings(TrainConfig, argv))
         assert (cfg.init_from, cfg.resume) == expected, argv
 
 
@@ -476,7 +476,7 @@ def test_a_tuning_that_saved_nothing_is_not_resumed(finished, trains, refuses):
     assert "is not saved: NaN" in refuses(lambda: trains(*spoilt))
     for how in ("auto", "resume"):
         said = refuses(lambda: trains(f"--init_from={how}"))  # noqa: B023
-        assert f"began from {saved(finished)}" in said and "--init_from=auto" in said
+        assert f"started from {saved(finished)}" in said and "--init_from=auto" in said
 
 
 @pytest.mark.parametrize("by_config", [True, False])

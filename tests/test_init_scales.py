@@ -28,7 +28,7 @@ def test_scales_equal_a_pass_by_hand():
     loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     block = model.blocks[1]
     matrices = [block.attn.qkv, block.attn.proj, block.mlp.up_proj, block.mlp.down_proj]
-    of_block = torch.autograd.grad(loss, [module.weight for module in matrices])
+    gradients = torch.autograd.grad(loss, [module.weight for module in matrices])
 
     def rms(x: torch.Tensor) -> float:
         return x.pow(2).mean().item() ** 0.5
@@ -36,7 +36,7 @@ def test_scales_equal_a_pass_by_hand():
     assert scales["loss"] == pytest.approx(loss.item())
     assert scales["logits std"] == pytest.approx(logits.std(-1).mean().item())
     assert scales["stream"] == pytest.approx([rms(s) for s in streams[1:]])
-    flat = torch.cat([g.flatten() for g in of_block])
+    flat = torch.cat([g.flatten() for g in gradients])
     assert scales["gradient"][1] == pytest.approx(rms(flat))
 
 

@@ -172,7 +172,7 @@ def test_a_failed_run_does_not_stop_the_others(tiny_data, tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_is_judged_by_each_data_set(tiny_data, tmp_path):
-    """The loss that train.py records is weighted by the shares, which differ between variants."""
+    """The loss in the records of train.py has the weights of the sets, which differ here."""
     two_sets(tiny_data, tmp_path)
     mixtures = {"much": {"dataset": "one:3,tiny:1"}, "little": {"dataset": "one:1,tiny:3"}}
     question = f'question = "?"\nvariants = {mixtures}'

@@ -58,7 +58,7 @@ def tokenizer(kind, tiny_data, tmp_path):
         write_alphabet(path, set("".join([*TEXTS, *PROMPTS])), with_bytes=kind == "byte")
         return SentencePiece(path)
     try:
-        return Tiktoken.by_name("gpt2")
+        return Tiktoken.from_name("gpt2")
     except UserError as e:
         pytest.skip(str(e))
 

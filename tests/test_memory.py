@@ -13,10 +13,10 @@ from peak import measured_peak
 from test_model import ODD, make
 
 from hardware import machine
-from hardware.machine import available, cpu_quota
+from hardware.machine import available_memory, cpu_quota
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
-from training.memory import Step, block_memory, largest_batch, needed, step_memory
+from training.memory import Step, block_memory, bytes_needed, largest_batch, step_memory
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -119,7 +119,7 @@ RESIDENT = [  # V, T, B, accum, n_layer, n_embd, more -> GB of a process that tr
 def test_a_cpu_needs_what_its_process_held(V, T, B, accum, n_layer, n_embd, more, gb):
     sizes = dict(n_layer=n_layer, n_head=2, n_embd=n_embd)
     model = on_meta(shape("llama", V, T, **more | sizes))
-    size = needed(model, Step(B, T, accum, FP32, compiled=False, device="cpu"))
+    size = bytes_needed(model, Step(B, T, accum, FP32, compiled=False, device="cpu"))
     assert -0.05 < size / (gb * 1e9) - 1 < 0.1
 
 
@@ -128,7 +128,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     on_cpu = Step(1, 512, compiled=False, device="cpu")
     for step in (Step(1, 1024), Step(1, 1024, world=6, shard="gradients"), on_cpu):
         B = largest_batch(model, step, 16e9)
-        this, next_one = (needed(model, replace(step, B=n)) for n in (B, B + 1))
+        this, next_one = (bytes_needed(model, replace(step, B=n)) for n in (B, B + 1))
         assert B > 1 and this <= 16e9 < next_one
     assert largest_batch(model, Step(1, 1024), 1e9) == 0
 
@@ -162,7 +162,7 @@ def test_capacity_includes_what_the_process_holds():
     script = """
 import torch
 from hardware import machine
-machine.available = lambda: 0
+machine.available_memory = lambda: 0
 held, amounts = [], []
 for _ in range(4):
     amounts.append(machine.memory_capacity(torch.device("cpu")))
@@ -210,7 +210,7 @@ LIMITS = [
 @pytest.mark.parametrize("limits, expected", LIMITS)
 def test_capacity_obeys_each_control_group(tmp_path, v1, limits, expected):
     groups(tmp_path, v1, **limits)
-    assert available(str(tmp_path)) == expected * MB
+    assert available_memory(str(tmp_path)) == expected * MB
 
 
 QUOTAS = [  # files of the control groups, CPUs
@@ -257,7 +257,7 @@ def test_each_rank_of_srun_takes_its_own_gpu(variables, gpus, place, monkeypatch
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if place:
-        assert machine.place_on_computer("auto", 16) == place
+        assert machine.local_rank_and_gpu("auto", 16) == place
     else:
-        assert "LOCAL_RANK" in refuses(lambda: machine.place_on_computer("auto", 16))
-        assert machine.place_on_computer("cpu", 16) == (0, 0)
+        assert "LOCAL_RANK" in refuses(lambda: machine.local_rank_and_gpu("auto", 16))
+        assert machine.local_rank_and_gpu("cpu", 16) == (0, 0)

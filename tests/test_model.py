@@ -104,7 +104,7 @@ def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_states(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Return the residual stream of x (B, T) behind the last block, (B, T, C)."""
+    """Return the residual stream of x (B, T) after the last block, (B, T, C)."""
     found = []
     hook = model.norm_f.register_forward_pre_hook(lambda module, args: found.append(args[0]))
     model(x, x)
@@ -137,7 +137,7 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(
     dtype, error, apart, monkeypatch
 ):
     """Of 37 rows, 10 fit into a chunk. Some rows have no target, and some columns are padding."""
-    monkeypatch.setattr(kernels, "gradient_apart", lambda *logits: apart)
+    monkeypatch.setattr(kernels, "keeps_gradient", lambda *logits: apart)
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(37, 50_304, generator=rng).mul(3).to(dtype)
     logits[:, 50_257:] = -math.inf
@@ -157,7 +157,7 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(
 @pytest.mark.parametrize("first", [False, True])
 def test_a_term_of_the_loss_sees_intact_logits(first, apart, monkeypatch):
     """GPT.loss with the z-loss that readers add, before or after the cross-entropy."""
-    monkeypatch.setattr(kernels, "gradient_apart", lambda *logits: apart)
+    monkeypatch.setattr(kernels, "keeps_gradient", lambda *logits: apart)
 
     class WithTerm(GPT):
         def loss(self, x, targets, weights, reduction):
@@ -328,8 +328,8 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
     assert kept() == {0, 1, 2, 3}
     assert kept(top_k=2) == {0, 1}
     assert kept(top_p=0.79) == {0, 1} and kept(top_p=0.81) == {0, 1, 2} and kept(top_p=0.01) == {0}
-    share = (sample_token(logits, 1.0) == 0).float().mean().item()
-    assert share == pytest.approx(0.5, abs=0.03)
+    fraction = (sample_token(logits, 1.0) == 0).float().mean().item()
+    assert fraction == pytest.approx(0.5, abs=0.03)
     assert (sample_token(logits, 0.0) == 0).all()
 
 

@@ -103,7 +103,7 @@ def test_a_character_checkpoint_of_nanogpt_continues(tmp_path):
     call(train.main, *options, "--batch_tokens=64", "--eval_tokens=64", "--compile=false")
     tuned = from_pretrained(newest_checkpoint(tmp_path / "out" / "run" / "ckpt"))
     assert tuned.config.vocab_size == len(CHARACTERS) + 1
-    n = len(CHARACTERS)  # of an embedding, the rows behind are padding
+    n = len(CHARACTERS)  # of an embedding, the rows after them are padding
     ours = {k: w[:n] if w.size(0) == 128 else w for k, w in model.state_dict().items()}
     for name, w in tuned.state_dict().items():
         assert torch.allclose(w[: len(ours[name])], ours[name]), name

@@ -15,7 +15,7 @@ from model import GPT
 from training import memory
 from training.banner import pace_note
 from training.parallel import wants_compile
-from training.plan import even_batch
+from training.plan import best_batch
 from training.settings import TrainConfig
 
 
@@ -128,7 +128,7 @@ def test_plan_names_the_flags_that_fit(prints):
     options += ["--vocab-size=32000"]
     flags = re.search(r"it fits with (.+)", prints(plan.main, *options, "--recompute=blocks"))[1]
     run = the_run(*options, *flags.split())
-    assert memory.needed(run.model, run.step) < run.device.bytes
+    assert memory.bytes_needed(run.model, run.step) < run.device.bytes
     # The time is that of the run that fits, which computes the blocks twice.
     output = [prints(plan.main, *options, *more) for more in ([], flags.split())]
     times = [re.findall("at .+% of peak +(.+)", text) for text in output]
@@ -138,7 +138,7 @@ def test_plan_names_the_flags_that_fit(prints):
     output = prints(plan.main, *options, "--batch_size=64", "--batch_tokens=131072")
     largest = re.search(r"largest batch_size (\d+)  <-", output)[1]
     run = the_run(*options, f"--batch_size={largest}", "--batch_tokens=131072")
-    assert run.plan.accum > 1 and memory.needed(run.model, run.step) < run.device.bytes
+    assert run.plan.accum > 1 and memory.bytes_needed(run.model, run.step) < run.device.bytes
 
 
 def test_plan_says_what_sharding_sends_between_computers(prints):
@@ -184,7 +184,7 @@ BATCHES = [(100, 4096, 1, 64), (9, 4096, 1, 8), (5, 40_960, 2, 5), (30, 43 * 64,
 @pytest.mark.parametrize("most, tokens, world, want", BATCHES)
 def test_even_batch_keeps_the_tokens_of_a_step(most, tokens, world, want):
     options = [f"--batch_tokens={tokens}", "--block_size=64", "--max_steps=1"]
-    assert even_batch(most, parse(TrainConfig, options), world) == want
+    assert best_batch(most, parse(TrainConfig, options), world) == want
 
 
 def test_batch_size_auto_trains_what_a_number_trains(tiny_data, tmp_path, capsys):

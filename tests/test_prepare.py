@@ -216,7 +216,7 @@ def test_a_json_array_cut_off_anywhere_is_an_error(tmp_path):
     for end in range(1, len(whole), 3):
         path.write_text(whole[:end])
         with pytest.raises(UserError, match="a.json: element"):
-            list(read_chunks([Source.at(path, "json")], PrepareConfig(max_record_mb=1)))
+            list(read_chunks([Source.from_path(path, "json")], PrepareConfig(max_record_mb=1)))
 
 
 # -- the embedded corpus and the shared ones --

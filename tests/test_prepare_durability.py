@@ -18,7 +18,7 @@ from conftest import REPO, call, contents, make_records, metrics, python, saved,
 from test_prepare import documents, prepare_set
 
 import prepare
-from hardware.machine import read_if_there
+from hardware.machine import read_or_empty
 from text.dataset import load_tokenizer
 from training.huggingface import from_pretrained
 
@@ -85,7 +85,7 @@ def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, reference, tmp_p
     assert workers and (run.returncode == 0 or contents(tmp_path / "set") == before)
     deadline = time.monotonic() + 20
     # What has ended has no command line, even if nobody has asked for its exit code.
-    while any(read_if_there(f"/proc/{pid}/cmdline") for pid in workers):
+    while any(read_or_empty(f"/proc/{pid}/cmdline") for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     subprocess.run(command(corpus, tmp_path), check=True, capture_output=True)

@@ -127,7 +127,7 @@ def test_evaluation_is_the_mean_loss_for_every_batch_size(tiny_data):
 def test_the_advice_for_a_step_that_does_not_fit_keeps_its_tokens(B, world):
     sizes = ["--block_size=1024", "--batch_tokens=524_288"]
     plan = make_plan(config(*sizes, f"--batch_size={B}"), world, 10_000)
-    flags = re.findall(r"--\S+", plan.smaller(1024))
+    flags = re.findall(r"--\S+", plan.memory_hint(1024))
     smaller = make_plan(config(*sizes, *flags), world, 10_000)
     assert smaller.batch_size <= B // 2 and smaller.step_tokens == plan.step_tokens
 

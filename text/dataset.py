@@ -4,11 +4,11 @@
                          document; uint16 if vocab_size <= 65,536, else uint32
     tokenizer.*          the tokenizer: training and sampling need nothing outside the folder
     meta.json            counts, hashes, sources, and what was left out and why; it is written last,
-                         so if it is there, the data set is complete
+                         so a data set that has it is complete
 
 prepare.py writes these files. train.py, sample.py and the workers of prepare.py read them with the
-functions in this file, which does not need torch. text/windows.py says which of the tokens are read
-when.
+functions in this module, which does not need torch. text/windows.py decides the order in which the
+tokens are read.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ import numpy as np
 from configurator import UserError
 from hardware.disk import file_sha256, unseal
 from hardware.terminal import ProgressBar
-from text.chat import answers_of, marks_of
-from text.packing import Counting, packed, padded, places_of
+from text.chat import answer_bounds, chatml_ids
+from text.packing import LossWeights, find_tokens, packed, padded
 from text.tokenizer import Tokenizer, open_tokenizer
 from text.windows import DataSet, Documents, Loader, LossOn, LossPer, PackedWindows, Windows
 
 FORMAT_VERSION = 2
-AGAIN = "run prepare.py again, or, if it belongs to a checkpoint, take another checkpoint"
+AGAIN = "run prepare.py again; if it belongs to a checkpoint, use another checkpoint"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -38,8 +38,8 @@ AGAIN = "run prepare.py again, or, if it belongs to a checkpoint, take another c
 def read_meta(folder: Path) -> dict:
     """Return the meta.json of a data set or a checkpoint.
 
-    Raises UserError if there is none, if it was changed, or if it has another format. All else in
-    it is what prepare.py has written, since it has the hash.
+    Raises UserError if there is none, if it was changed, or if it has another format. Nothing else
+    is checked: the hash says that prepare.py has written it.
     """
     path = folder / "meta.json"
     try:
@@ -60,7 +60,7 @@ def read_meta(folder: Path) -> dict:
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None
     except (ValueError, KeyError) as e:  # without a format, it is of another program
-        raise UserError(f"{path}: not to be used ({e}); {AGAIN}") from None
+        raise UserError(f"{path}: unusable ({e}); {AGAIN}") from None
 
 
 def id_type(vocab_size: int) -> np.dtype:
@@ -72,8 +72,9 @@ def open_dataset(folder: Path, hashes: bool = True) -> dict:
     """Return the meta.json of a data set.
 
     Raises UserError if the data set is not complete, or if a file is not the one that meta.json
-    describes. The size of a .bin is compared; its hash only if it is newer than meta.json, which
-    was written last: then it was copied or changed. hashes: False: another process does that.
+    describes. The size of a .bin is always compared. Its hash is compared only if it is newer than
+    meta.json, which was written last: then it was copied or changed. hashes: False if another
+    process compares them.
     """
     meta = read_meta(folder)
     check_tokenizer_files(folder, meta["tokenizer"])
@@ -94,7 +95,7 @@ def check_tokenizer_files(folder: Path, info: dict) -> None:
     for name, sha256 in files_of(info).items():
         path = folder / name
         if path.parent != folder:
-            raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
+            raise UserError(f"{folder}: meta.json names {name!r}, a file outside this folder")
         if not path.exists() or file_sha256(path) != sha256:
             raise UserError(f"{path}: missing, or changed: {AGAIN}")
 
@@ -141,10 +142,10 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
     ids = open_split(folder, meta, split)
     digest = hashlib.sha256()
     step = 1 << 22  # tokens
-    for place in ProgressBar(f"verifying {split}.bin", range(0, len(ids), step)):
-        digest.update(ids[place : place + step])
+    for start in ProgressBar(f"verifying {split}.bin", range(0, len(ids), step)):
+        digest.update(ids[start : start + step])
     if digest.hexdigest() != meta["splits"][split]["sha256"]:
-        problem = "its hash is not that of meta.json: it was changed"
+        problem = "its hash differs from that in meta.json: it was changed"
         raise UserError(f"{folder}/{split}.bin: {problem}; run prepare.py again")
 
 
@@ -224,46 +225,46 @@ def open_windows(
 ) -> Windows:
     """Open a split of a data set.
 
-    If the positions of its documents or answers are needed, all of it is read. Raises UserError if
-    it is shorter than one window, or has no answers to learn.
+    The whole split is read if the positions of its documents or answers are needed. Raises
+    UserError if the split is shorter than one window, or has no answers to learn.
     """
     ids = open_split(data.folder, data.meta, split)
-    whole = documents in ("pack", "pad")
-    if not whole and len(ids) < block_size + 1:
+    by_document = documents in ("pack", "pad")
+    if not by_document and len(ids) < block_size + 1:
         size = f"{len(ids)} tokens, too few for block_size={block_size}"
         advice = "lower it, or prepare more text"
         advice += ", or a larger --val_fraction of it" if split == "val" else ""
         raise UserError(f"{data.name}/{split}.bin has {size}: {advice}")
     eos_id = data.meta["eos_id"]
-    if not whole and loss_per == "token" and loss_on == "all":
+    if not by_document and loss_per == "token" and loss_on == "all":
         return Windows(ids, block_size, seed, None)
 
     tokenizer = load_tokenizer(data.folder) if loss_on == "answers" else None
-    places = places_of(ids, [eos_id, *(marks_of(tokenizer) if tokenizer else [])])
-    ends = places[ids[places] == eos_id]
-    answers = counting = None
+    positions = find_tokens(ids, [eos_id, *(chatml_ids(tokenizer) if tokenizer else [])])
+    ends = positions[ids[positions] == eos_id]
+    answers = loss_weights = None
     if tokenizer:
-        answers = answers_of(ids, places, tokenizer)
+        answers = answer_bounds(ids, positions, tokenizer)
         if not (answers[1::2] - answers[::2]).any():
             advice = "prepare conversations (docs/chat.md), or more, or a larger --val_fraction"
             raise UserError(f"{data.name}/{split}.bin has no answers for loss_on=answers: {advice}")
-        if documents == "pad":  # what stands behind the window is not learned
-            beyond = (np.append(0, ends + 1) + block_size)[np.searchsorted(ends, answers)]
-            answers = np.minimum(answers, beyond)
+        if documents == "pad":  # tokens after the end of the window are not learned
+            window_ends = (np.append(0, ends + 1) + block_size)[np.searchsorted(ends, answers)]
+            answers = np.minimum(answers, window_ends)
     if loss_per == "document" or loss_on == "answers":
         limit = block_size if documents == "pad" else np.inf
-        counting = Counting(answers, ends if loss_per == "document" else None, limit)
-    if not whole:
-        return Windows(ids, block_size, seed, counting)
+        loss_weights = LossWeights(answers, ends if loss_per == "document" else None, limit)
+    if not by_document:
+        return Windows(ids, block_size, seed, loss_weights)
     plan = padded(ends, block_size) if documents == "pad" else packed(ends, block_size)
-    windows = PackedWindows(ids, block_size, seed, counting, plan=plan, eos_id=eos_id)
-    beyond = np.diff(ends, prepend=-1) - block_size  # tokens of each document
-    if n_longer := np.count_nonzero(beyond > 0):
-        where = "begin other windows"
+    windows = PackedWindows(ids, block_size, seed, loss_weights, plan=plan, eos_id=eos_id)
+    excess = np.diff(ends, prepend=-1) - block_size  # tokens of each document
+    if n_longer := np.count_nonzero(excess > 0):
+        tails = "start other windows"
         if documents == "pad":
-            where = f"are left out: {beyond[beyond > 0].sum():,} tokens"
+            tails = f"are left out: {excess[excess > 0].sum():,} tokens"
         longer = f"{n_longer:,} of {len(ends):,} documents of {data.name} are longer"
-        windows.cut = f"{longer}: their ends {where}"
+        windows.cut = f"{longer}: their tails {tails}"
     return windows
 
 

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from text.sources import Source
 
-# Folders of tests, and of packages of other projects.
+# Folders of tests and of other projects' packages.
 LEFT_OUT = set("site-packages test tests testing _vendor".split())
 LEFT_OUT |= set("idlelib lib2to3 turtledemo ensurepip __pycache__".split())
 
@@ -25,7 +25,7 @@ BEFORE_CODE = re.compile(r"(Example|Usage)s?:{0,2}")
 # A row or an edge of a table, a session at Python's prompt, a rule of a grammar.
 NO_SENTENCE = re.compile(r"^ *([|+]|=+ +=|>>>|\w+ +::=)", re.MULTILINE)
 
-# The modules that are asked about: so few that a small model learns all answers in a minute or two.
+# The modules of the questions: few enough for a small model to learn all answers in two minutes.
 TAUGHT = """abc argparse base64 calendar collections contextlib copy csv dataclasses datetime
     fnmatch functools genericpath glob gzip heapq inspect json logging operator os pathlib pickle
     posixpath pprint queue random re shlex shutil socket statistics subprocess tempfile textwrap
@@ -42,13 +42,13 @@ def docstring_sources() -> list[Source]:
     packages = [Path(importlib.util.find_spec(name).origin).parent for name in ("numpy", "torch")]
     sources = []
     for root in (stdlib, *packages):
-        base = stdlib if root == stdlib else root.parent  # the folder where module names begin
+        base = stdlib if root == stdlib else root.parent  # module names are relative to it
         for path in sorted(root.rglob("*.py")):
             is_test = path.name.startswith(("test_", "_test", "_sysconfigdata"))
             if is_test or LEFT_OUT.intersection(path.relative_to(root).parts):
                 continue
             module = ".".join(path.relative_to(base).with_suffix("").parts)
-            sources.append(Source.at(path, "py", module.removesuffix(".__init__")))
+            sources.append(Source.from_path(path, "py", module.removesuffix(".__init__")))
     return sources
 
 
@@ -83,8 +83,9 @@ def documentation(source: bytes, module: str) -> list[dict]:
 def conversations(source: bytes, module: str) -> list[dict]:
     """Return {messages} of each question about a module, with its answer.
 
-    Asked about are its public functions and classes, but nothing within a class. The answer is the
-    first sentence of the documentation. A hash of the name holds out one of the WORDINGS.
+    The questions are about its public functions and classes, but not about members of a class. The
+    answer is the first sentence of the documentation. A hash of the name holds out one of the
+    WORDINGS.
     """
     records = []
     for record in documentation(source, module):
@@ -131,10 +132,10 @@ def language_reference(tree: ast.Module) -> list[tuple[str, str]]:
 
 
 def prose(text: str) -> str:
-    """Return the paragraphs of a text that a small model can learn sentences from.
+    """Return the paragraphs of a text that consist of sentences.
 
-    A paragraph is left out if it has a table, a session or a grammar, and also if it is only a
-    signature, or the announcement of an example, or has no small letter.
+    A paragraph is left out if it has a table, a session or a grammar, if it is only a signature or
+    the announcement of an example, or if it has no small letter.
     """
 
     def is_prose(paragraph: str) -> bool:

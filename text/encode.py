@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
-from text.chat import marks_of
+from text.chat import chatml_ids
 from text.dataset import id_type
 from text.formats import Chunk
-from text.pool import over_input
+from text.pool import map_chunks
 from text.records import Document, Tally, documents
 from text.settings import PrepareConfig
 from text.sources import Source
@@ -26,11 +26,11 @@ from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 # UTF-8, its characters, and whether it is in val.bin and not in train.bin.
 ROW = np.dtype([("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?")])
 SPLITS = ("train", "val")
-# What an Encoder makes of a chunk: (documents,) of ROW; the token ids of train.bin and of val.bin.
+# The result of an Encoder for a chunk: (documents,) of ROW; the ids of train.bin and of val.bin.
 Encoded = tuple[np.ndarray, list[bytes]]
 SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
-# As tokenizers call their special tokens. Two patterns, since one that begins with a single
-# character is found several times as fast.
+# Names that tokenizers give their special tokens. There are two patterns, since a pattern that
+# starts with a single character is found several times as fast.
 SPECIAL_NAMES = [
     re.compile(r"<(?:[|｜][^<>|｜\s]{1,40}[|｜]|/?s|bos|eos|pad|unk|start_of_turn|end_of_turn)>"),
     re.compile(r"\[(?:CLS|SEP|PAD|UNK|MASK|BOS|EOS)\]"),
@@ -63,9 +63,9 @@ class Encoder:
         for document in read:
             encoded = list(itertools.islice(every, len(document.texts)))
             if problems := [e for e in encoded if isinstance(e, ValueError)]:
-                tally.reject(document.place, str(problems[0]))
+                tally.reject(document.location, str(problems[0]))
                 continue
-            tokens = self.with_marks(encoded, document)
+            tokens = self.document_ids(encoded, document)
             if len(tokens) < self.cfg.min_tokens:
                 tally.dropped[f"fewer than {self.cfg.min_tokens} tokens"] += 1
                 continue
@@ -76,18 +76,18 @@ class Encoder:
             elif digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20:
                 decoded = [self.tokenizer.decode(part.tolist()) for part in encoded]
                 if decoded != document.texts:
-                    tally.changed["its tokens decode to another text (only some are tried)"] += 1
+                    tally.changed["its tokens decode to another text (only some are checked)"] += 1
             # Only the hash of its text decides the split of a document: if files are added or
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64
             ids[val].extend([tokens, self.eos])
-            size = len(document.utf8) - document.utf8.count(b"\xff")  # which stands for a mark
+            size = len(document.utf8) - document.utf8.count(b"\xff")  # for special tokens
             rows.append((len(tokens) + 1, size, sum(map(len, document.texts)), val))
             tally.names.update(self.names_in(document))
         return (np.array(rows, ROW), [b"".join(arrays) for arrays in ids]), tally
 
     def encode_all(self, texts: list[str]) -> Iterator[np.ndarray | ValueError]:
-        """Yield the ids (n,) of each text, or the ValueError that says why it has none."""
+        """Yield the ids (n,) of each text, or a ValueError that says why it cannot be encoded."""
         short = self.tokenizer.encode_all([text for text in texts if len(text) <= SEGMENT])
         for text in texts:
             try:
@@ -96,23 +96,23 @@ class Encoder:
                 yield e
 
     def names_in(self, document: Document) -> list[str]:
-        """Return the names of special tokens that stand in a document, as its letters."""
+        """Return the names of special tokens that a document contains as ordinary text."""
         found = [p.findall(text) for text in document.texts for p in SPECIAL_NAMES]
         names = itertools.chain.from_iterable(found)
         return [name for name in names if name not in self.tokenizer.added]
 
-    def with_marks(self, encoded: list[np.ndarray], document: Document) -> np.ndarray:
-        """Return the ids (n,) of a document: those of its texts, with marks between its pieces."""
-        if len(document.pieces) == 1:
+    def document_ids(self, encoded: list[np.ndarray], document: Document) -> np.ndarray:
+        """Return the ids (n,) of a document: its texts, with special tokens between its spans."""
+        if len(document.spans) == 1:
             return encoded[0].astype(self.dtype)
-        ids = marks_of(self.tokenizer)
+        ids = chatml_ids(self.tokenizer)
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
-            problem = f"no special tokens {IM_START} and {IM_END}, or a space behind them"
-            raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: take --tokenizer=train")
+            problem = f"it lacks {IM_START} and {IM_END}, or puts a space after them"
+            raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: use --tokenizer=train")
         parts = iter(encoded)
         joined = []
-        for mark, piece in zip(itertools.cycle(ids), document.pieces):
-            joined += [*itertools.islice(parts, len(piece)), [mark]]
+        for special, span in zip(itertools.cycle(ids), document.spans):
+            joined += [*itertools.islice(parts, len(span)), [special]]
         return np.concatenate(joined[:-1]).astype(self.dtype)
 
     def encode(self, text: str) -> np.ndarray:
@@ -127,10 +127,10 @@ class Encoder:
 def segments(text: str) -> Iterator[str]:
     """Yield a text in segments of about SEGMENT characters.
 
-    A segment ends after a word, before a space. Neither GPT-2's pattern nor a SentencePiece BPE
-    makes a token that reaches across this place (but one trained with split_by_whitespace=False),
-    so the tokens are those of the whole text.
-    Where a million characters have no such place, the segment ends after a line, or else anywhere.
+    A segment ends after a word, before a space. No token of GPT-2's pattern or of a SentencePiece
+    BPE crosses this boundary, so the tokens are those of the whole text. The exception is a BPE
+    trained with split_by_whitespace=False.
+    If a million characters have no such boundary, the segment ends after a line, or else anywhere.
     """
     start = 0
     for end in range(2 * SEGMENT, len(text) + SEGMENT, SEGMENT):
@@ -172,7 +172,7 @@ class SplitWriter:
         return sum(numbers) * self.val_fraction < 1 or 0 in numbers
 
     def write(self, rows: np.ndarray, ids: Sequence[bytes]) -> None:
-        """Write some documents. rows: (documents,) of ROW. ids: those of train and of val."""
+        """Write some documents. rows: (documents,) of ROW. ids: of train.bin and of val.bin."""
         for val, split in enumerate(SPLITS):
             self.files[split].write(ids[val])
             self.hashes[split].update(ids[val])
@@ -188,7 +188,7 @@ class SplitWriter:
             self.rows.clear()
 
     def close(self) -> None:
-        """Close the files, and complete the counts by the hash of each."""
+        """Close the files, and add the hash of each to its counts."""
         for split, file in self.files.items():
             file.close()
             self.counts[split]["sha256"] = self.hashes[split].hexdigest()
@@ -197,11 +197,11 @@ class SplitWriter:
 def write_splits(
     cfg: PrepareConfig, sources: list[Source], encoder: Encoder, workers: int, folder: Path
 ) -> tuple[SplitWriter, Tally]:
-    """Encode all files into train.bin and val.bin. Return what was written, and the records."""
+    """Encode all files into train.bin and val.bin. Return the counts of tokens, and of records."""
     tally = Tally()
     writer = SplitWriter(folder, cfg.val_fraction)
     with closing(writer):
-        for encoded in over_input("encoding", encoder, cfg, sources, workers, tally):
+        for encoded in map_chunks("encoding", encoder, cfg, sources, workers, tally):
             writer.write(*encoded)
     if writer.has_few and writer.lengths:
         rows = np.concatenate(writer.rows)
@@ -212,7 +212,7 @@ def write_splits(
 def split_by_tokens(
     rows: np.ndarray, encoder: Encoder, keep_whole: bool, folder: Path
 ) -> SplitWriter:
-    """Write few documents anew: the last val_fraction of their tokens, eos not counted, are val.
+    """Split few documents by tokens: the last val_fraction of them, eos not counted, are val.bin.
 
     The cut lies between two documents if that makes val.bin at most a quarter smaller or larger,
     and always with keep_whole, for conversations. Else the document at the cut becomes two.
@@ -236,15 +236,15 @@ def split_by_tokens(
             for row, end in zip(rows, ends, strict=True):
                 file = val if row["val"] else train
                 ids = np.fromfile(file, encoder.dtype, int(row["tokens"]))[:-1]
-                at = max(0, cut - (end - len(ids)))  # the token that val.bin begins with
-                while 0 < at < len(ids) and b"\x80" <= token_bytes(int(ids[at]))[:1] < b"\xc0":
-                    at -= 1  # it would begin inside the UTF-8 of a character
-                for is_val, part in enumerate((ids[:at], ids[at:])):
+                i = max(0, cut - (end - len(ids)))  # the first token of val.bin
+                while 0 < i < len(ids) and b"\x80" <= token_bytes(int(ids[i]))[:1] < b"\xc0":
+                    i -= 1  # it would start inside the UTF-8 of a character
+                for is_val, part in enumerate((ids[:i], ids[i:])):
                     if not len(part):
                         continue
-                    # Some tokenizers do not decode every text to itself: a share of the counts.
-                    share = sizes[part].sum() / sizes[ids].sum()
-                    counts = [round(int(row[name]) * share) for name in ("bytes", "characters")]
+                    # A fraction of the counts: some tokenizers do not decode a text to itself.
+                    fraction = sizes[part].sum() / sizes[ids].sum()
+                    counts = [round(int(row[name]) * fraction) for name in ("bytes", "characters")]
                     data = part.tobytes() + encoder.eos.tobytes()
                     written = np.array([(len(part) + 1, *counts, is_val)], ROW)
                     writer.write(written, (b"", data) if is_val else (data, b""))

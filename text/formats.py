@@ -1,7 +1,7 @@
-"""File formats: read_chunks() cuts the files of a corpus into records.
+"""File formats: read_chunks() splits the files of a corpus into records.
 
-One process does that, and many processes parse what it found (records.py). So the slow part runs on
-every core.
+One process does that, and the workers parse the records (records.py). So the slow part runs on all
+cores.
 """
 
 import codecs
@@ -30,22 +30,22 @@ CHUNK = 1 << 20  # characters
 class Lines(NamedTuple):
     """Whole lines of a .jsonl file, as they are in the file.
 
-    A worker splits and decodes them, since everything that is done here runs on one core only.
+    A worker splits and decodes them, since this module runs on one core only.
     """
 
-    data: bytes  # a line that is too long may be cut, behind more bytes than the limit
+    data: bytes  # a line that is too long may be cut, but only beyond the limit
     first: int  # number of the first line
 
 
 @dataclass
 class Chunk:
-    """Some records (about a megabyte) to parse together."""
+    """Records, about a megabyte, that one worker parses."""
 
     kind: str
-    # (place, record). The place is "file:line" or similar. The record is a text, Lines, a dict or
-    # other value from a parser, or a ValueError that says why the record cannot be read.
+    # (location, record). The location is "file:line" or similar. The record is a text, Lines, a
+    # dict or other value from a parser, or a ValueError that says why it cannot be read.
     records: list[tuple[str, Any]]
-    bytes_read: int = 0  # bytes on the disk up to its end, of all files together
+    bytes_read: int = 0  # bytes on the disk up to its end, summed over all files
 
 
 Records = Iterator[tuple[str, Any]]  # the records of a Chunk
@@ -54,22 +54,22 @@ Records = Iterator[tuple[str, Any]]  # the records of a Chunk
 def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
     """Yield the records of all files in order.
 
-    A record that is longer than cfg.max_record becomes a ValueError, and little more than that of
-    it is ever in memory. Raises UserError for a file that cannot be read, is damaged, or changes.
+    A record that is longer than cfg.max_record becomes a ValueError, and is never in memory as a
+    whole. Raises UserError for a file that cannot be read, is damaged, or changes.
     """
     earlier = 0  # bytes of the files so far
     chunk = Chunk("", [])
     size = 0
     for source in sources:
-        for raw, place, record in read_source(source, cfg):
+        for raw, location, record in read_source(source, cfg):
             if chunk.records and (size >= CHUNK or chunk.kind != source.kind):
                 chunk.bytes_read = earlier + raw.tell()
                 yield chunk
                 chunk = Chunk("", [])
                 size = 0
             chunk.kind = source.kind
-            chunk.records.append((place, record))
-            size += 200 + characters(record)  # 200: so many short ones need memory, too
+            chunk.records.append((location, record))
+            size += 200 + characters(record)  # 200: a short record takes memory, too
         earlier += source.bytes
     if chunk.records:
         chunk.bytes_read = earlier
@@ -77,11 +77,11 @@ def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
 
 
 def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, str, Any]]:
-    """Yield (the open file, place, record) for each record of one file."""
+    """Yield (the open file, location, record) for each record of one file."""
     try:
         with open(source.path, "rb", 1 << 18) as raw:
-            for place, record in READERS[source.kind](opened(source, raw, cfg), source, cfg):
-                yield raw, place, record
+            for location, record in READERS[source.kind](opened(source, raw, cfg), source, cfg):
+                yield raw, location, record
         source.finish()
     except Exception as e:
         unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)
@@ -94,9 +94,9 @@ def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, 
 
 
 def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOBase:
-    """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
+    """Return the input of a function in READERS: raw, or its decompressed bytes, or its text."""
     if raw.peek(100).startswith(b"version https://git-lfs.github.com/spec/"):
-        raise UserError(f"{source.name}: a pointer of Git LFS, not the file itself: git lfs pull")
+        raise UserError(f"{source.name}: a Git LFS pointer, not the file itself: git lfs pull")
     if source.kind in ("parquet", "py"):
         return raw
     stream = decompressed(raw, source.name)
@@ -109,7 +109,7 @@ def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOB
 
 
 def characters(record: Any) -> int:
-    """Return how many characters all texts in a record have, however deep they are nested."""
+    """Return the number of characters of all texts in a record, however deep they are nested."""
     total = 0
     values = [record]
     for value in values:  # it grows
@@ -123,7 +123,7 @@ def characters(record: Any) -> int:
 
 
 def too_long(limit: int) -> ValueError:
-    """Return what stands in place of a record that is longer than the limit."""
+    """Return the error that replaces a record longer than the limit."""
     return ValueError(f"longer than --max_record_mb={limit / 1e6:g}")
 
 
@@ -132,7 +132,7 @@ def too_long(limit: int) -> ValueError:
 
 
 def read_jsonl(stream: io.IOBase, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield Lines of about a megabyte. Those of a stream that is decoded (UTF-16) become UTF-8."""
+    """Yield Lines of about a megabyte. Lines of a decoded stream, as of UTF-16, become UTF-8."""
     number = 1  # of the first line that has not been yielded
     while block := stream.read(CHUNK):
         end = stream.readline(cfg.max_record + 1)  # of the last line in the block
@@ -146,7 +146,7 @@ def read_jsonl(stream: io.IOBase, source: Source, cfg: PrepareConfig) -> Records
 
 
 def lines_of(f: io.TextIOBase, limit: int) -> Iterator[str]:
-    """Yield each line of a text; of one that is longer than the limit, limit + 1 characters."""
+    """Yield each line of a text, but at most limit + 1 characters of it."""
     while line := f.readline(limit + 1):
         if len(line) > limit:
             skip_line(f, line)
@@ -160,13 +160,13 @@ def skip_line(f: io.IOBase, line: str | bytes) -> None:
 
 
 def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield the documents of a text file: it is one, or its lines are, or its blocks of lines."""
+    """Yield the documents of a text file: the file, or its lines, or its blocks of lines."""
     limit = cfg.max_record
     if cfg.txt == "file":
         text = f.read(limit + 1)
         yield source.name, text if len(text) <= limit else too_long(limit)
         return
-    start = 0  # number of the first line of the document; 0: none has begun
+    start = 0  # number of the first line of the document; 0: outside of a document
     text = ""
     for number, line in enumerate(itertools.chain(lines_of(f, limit), ["\n"]), 1):
         is_blank = line.isspace()
@@ -184,10 +184,10 @@ def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
 
 
 # --------------------------------------------------------------------------------------------------
-# JSON: an array of any length, or objects one after the other
+# JSON: an array of any length, or a sequence of objects
 
 BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
-# A number this close to the end of the window may go on behind it: 12 as 123, 1.5 as 1.5e+10.
+# A number this close to the end of the window may continue after it: 12 as 123, 1.5 as 1.5e+10.
 EDGE = 16
 WINDOW = 1 << 16  # characters that are read at a time, at least
 # Python refuses to convert longer integers.
@@ -203,61 +203,61 @@ def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Record
     window = f.read(WINDOW).lstrip()
     closing = "]" if window.startswith("[") else ""
     window = window.removeprefix("[")
-    at = 0
+    start = 0
     number = 1  # of the next element
     while True:
-        at = BETWEEN_ELEMENTS.match(window, at).end()
+        start = BETWEEN_ELEMENTS.match(window, start).end()
         problem = None
         try:
-            record, end = DECODER.raw_decode(window, at)
+            record, end = DECODER.raw_decode(window, start)
         except (ValueError, RecursionError) as e:  # it is wrong, or cut by the window's end
             problem = e
             end = len(window)
-        size = end - at
+        size = end - start
         if end + EDGE > len(window) and size <= cfg.max_record:
             # The window doubles, so that a large element is decoded only a few times.
-            more = f.read(max(WINDOW, len(window) - at))
-            window = window[at:] + more
-            at = 0
+            more = f.read(max(WINDOW, len(window) - start))
+            window = window[start:] + more
+            start = 0
             if more:
                 continue
             if window.strip() == closing:
                 return
         if problem or size > cfg.max_record:
-            place = max(0, getattr(problem, "pos", at) - 20)
-            near = f"not valid JSON, or longer than --max_record_mb, near {window[place:][:40]!r}"
+            first = max(0, getattr(problem, "pos", start) - 20)
+            near = f"not valid JSON, or longer than --max_record_mb, near {window[first:][:40]!r}"
             raise UserError(f"{source.name}: element {number}: {near}")
         yield f"{source.name}: element {number}", record
         number += 1
-        at += size
+        start += size
 
 
 # --------------------------------------------------------------------------------------------------
 # CSV, Parquet, and Python modules
 
-DOUBLED_QUOTE = re.compile(r'(?:^|\t)"[^\t"]*""[^\t\r\n]')  # in a field that begins with a quote
+DOUBLED_QUOTE = re.compile(r'(?:^|\t)"[^\t"]*""[^\t\r\n]')  # in a field that starts with a quote
 
 
 def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
     """Yield each row as a dict: column -> text.
 
-    Raises UserError for a row that cannot be parsed, since nothing tells where the next one begins.
+    Raises UserError for a row that cannot be parsed: the start of the next row is then unknown.
     """
-    csv.field_size_limit(cfg.max_record)  # else a quote that is left open takes the whole file
+    csv.field_size_limit(cfg.max_record)  # else an unclosed quote takes the rest of the file
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
     with open(source.path, "rb", 1 << 18) as raw:
         is_csv = source.kind == "csv" or has_csv_quotes(opened(source, raw, cfg))
     quoting = csv.QUOTE_MINIMAL if is_csv else csv.QUOTE_NONE
     rows = csv.DictReader(f, dialect=dialect, quoting=quoting, strict=True)
-    start = 1  # the line where the row begins
+    start = 1  # the first line of the row
     try:
         header = rows.fieldnames = [name.strip() for name in rows.fieldnames or []]
         if len(set(header)) < len(header):
-            raise csv.Error("the header has a column twice: rename one of them")
+            raise csv.Error("two columns have the same name: rename one of them")
         start = rows.line_num + 1
         for row in rows:
             if None in row:
-                row = ValueError("more fields than the header: quote what holds the separator")
+                row = ValueError("more fields than the header: quote fields with a separator")
             yield f"{source.name}:{rows.line_num}", row
             start = rows.line_num + 1
     except csv.Error as e:
@@ -266,25 +266,25 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
 
 
 def has_csv_quotes(lines: Iterator[str]) -> bool:
-    """Return whether quotes stand around the fields of a TSV, as in CSV. Else they are text.
+    """Return whether the quotes in a TSV enclose fields, as in CSV, or are ordinary text.
 
-    Only the quotes themselves tell: a doubled one in a field, a quoted header, or a row whose first
-    and last lines are not both rows by themselves, is of a writer of CSV.
+    They enclose fields if one is doubled within a field, if the header is quoted, or if the first
+    and last lines of a row are not both rows by themselves.
     """
-    of_row: list[str] = []  # the lines of the current row
-    rows = csv.reader((of_row.append(line) or line for line in lines), "excel-tab", strict=True)
+    row_lines: list[str] = []  # the lines of the current row
+    rows = csv.reader((row_lines.append(line) or line for line in lines), "excel-tab", strict=True)
     header: set[int] = set()  # how many tabs its line has
     is_doubled = is_quoted = has_rows_within = False
     try:
         for row in rows:
-            tabs = {line.count("\t") for line in (of_row[0], of_row[-1])}
+            tabs = {line.count("\t") for line in (row_lines[0], row_lines[-1])}
             header = header or tabs
-            is_doubled |= bool(DOUBLED_QUOTE.search("".join(of_row)))
-            is_quoted |= rows.line_num == 1 and of_row[0].startswith('"')
-            if row and (len(of_row) > 1 or tabs != {len(row) - 1}):
+            is_doubled |= bool(DOUBLED_QUOTE.search("".join(row_lines)))
+            is_quoted |= rows.line_num == 1 and row_lines[0].startswith('"')
+            if row and (len(row_lines) > 1 or tabs != {len(row) - 1}):
                 is_quoted |= tabs != header
                 has_rows_within |= tabs == header
-            of_row.clear()
+            row_lines.clear()
     except csv.Error:
         is_quoted = False
     return is_doubled or (is_quoted and not has_rows_within)
@@ -302,7 +302,7 @@ def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
         with parquet.ParquetFile(source.path, pre_buffer=False) as table:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
-                raise ValueError("two columns have one name: rename one of them")
+                raise ValueError("two columns have the same name: rename one of them")
             # Python has no type for some values, such as a time in nanoseconds.
             batches = table.iter_batches(256, columns=[*filter(cfg.uses, names)], use_threads=False)
             rows = (dict.fromkeys(names) | row for batch in batches for row in batch.to_pylist())
@@ -311,7 +311,7 @@ def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
                 yield f"{source.name}: row {number}", row if fits else too_long(cfg.max_record)
     except (pyarrow.ArrowException, ValueError, OverflowError) as e:  # also a date beyond Python's
         reason = str(e).splitlines()[0][:120]
-        raise UserError(f"{source.name}: not a Parquet file to be read ({reason})") from None
+        raise UserError(f"{source.name}: not a readable Parquet file ({reason})") from None
 
 
 def read_module(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:

@@ -31,7 +31,7 @@ CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 
 
 def all_merges(tokens: dict[str, int]) -> list[str]:
-    """Return every pair of tokens that together are a token, in the order of that token's id.
+    """Return every pair of tokens that form a token, in the order of that token's id.
 
     SentencePiece and tiktoken merge any two neighbours that make a token, so each pair is a merge.
     """
@@ -51,8 +51,9 @@ def to_hugging_face(
     text that contains U+2581 or the name of a special token. Hugging Face calls the prefix bos, and
     puts it before every text unless add_special_tokens=False.
 
-    Returns {} for a SentencePiece model of another kind than prepare.py trains. came_with: an
-    earlier tokenizer_config.json, whose other settings are kept, such as a chat template.
+    Returns {} for a SentencePiece model of another kind than prepare.py trains. came_with: the
+    tokenizer_config.json of the tokenizer's source. Its other settings, such as a chat template,
+    are kept.
     """
     describe = describe_sentencepiece if tokenizer.kind == "sentencepiece" else describe_tiktoken
     described = describe(tokenizer)
@@ -94,9 +95,9 @@ def to_hugging_face(
 def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
     """Return the parts of tokenizer.json: special tokens, model, and the steps before and after it.
 
-    Returns None where these would not compute the same as SentencePiece. They do if the model does
-    not normalize texts, and is a BPE that has a piece for every byte, or has only pieces of single
-    characters, which nothing merges.
+    Returns None if these would not give the same ids as SentencePiece. They do if the model does
+    not normalize texts, and either is a BPE with a piece for every byte, or has only pieces of
+    single characters, which are never merged.
     """
     sp = tokenizer.sp
     ordinary = {sp.id_to_piece(i): i for i in tokenizer.ordinary}
@@ -135,8 +136,7 @@ def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     return special, model, steps
 
 
-# text/chat.py's ChatML, as a template. ollama knows ChatML by nearly these letters: written in
-# another way, it would not be recognized.
+# text/chat.py's ChatML as a template. ollama recognizes ChatML by this spelling of the template.
 CHATML = (
     r"{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
     r" + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
@@ -145,11 +145,11 @@ CHATML = (
 
 
 def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files by which other programs chat as text/chat.py writes a conversation.
+    """Return the files that make other programs write conversations as text/chat.py does.
 
-    The template replaces one that came with the tokenizer. It begins with the prefix, since
-    transformers and llama-cpp-python put nothing before a conversation that it does not say.
-    llama.cpp takes it away where it adds one itself. An answer ends at <|im_end|>.
+    The template replaces one that came with the tokenizer. It starts with the prefix, since
+    transformers and llama-cpp-python add none. llama.cpp adds one itself, and then removes this
+    one. An answer ends at <|im_end|>.
 
     files: those of the tokenizer, name -> content.
     """
@@ -165,9 +165,9 @@ def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes
 
 
 def only_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
-    """Return a generation_config.json that came with the tokenizer, with what ends a text alone.
+    """Return a generation_config.json with nothing but the ids that end a text.
 
-    Its other settings, such as a temperature, are those of the model that it was written for.
+    Its other settings, such as a temperature, were meant for another model.
     """
     ends = json.loads(generation_config).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
@@ -178,8 +178,8 @@ def only_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
 # --------------------------------------------------------------------------------------------------
 # Reading: the tokenizer of a Hugging Face model folder
 
-# The files of such a tokenizer, and the one that says what ends an answer. prepare.py and the
-# checkpoints copy all of them.
+# The files of such a tokenizer, and generation_config.json, which names the end of an answer.
+# prepare.py and the checkpoints copy all of them.
 HF_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json".split()
 HF_FILES += "vocab.json merges.txt chat_template.jinja generation_config.json".split()
 
@@ -198,26 +198,23 @@ def find_tokenizer(spec: str) -> Tokenizer:
     if spec.endswith(".tiktoken"):
         return Tiktoken.from_file(spec)
     if folder.is_file():
-        kinds = "a .model or .tiktoken file; of a tokenizer.json, give the folder"
-        raise UserError(f"--tokenizer {spec}: is not {kinds}: {folder.parent}")
-    return Tiktoken.by_name(spec)
+        kinds = "a .model or .tiktoken file; for a tokenizer.json, give its folder"
+        raise UserError(f"--tokenizer {spec}: not {kinds}: {folder.parent}")
+    return Tiktoken.from_name(spec)
 
 
 def tokenizer_of_model(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer in a model's folder, or None if no file of one is there.
-
-    nanoGPT's ckpt.pt, for example, has none.
-    """
+    """Return the tokenizer in a model's folder, or None if it has none, as nanoGPT's ckpt.pt."""
     files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
     return find_tokenizer(str(folder)) if any((folder / name).exists() for name in files) else None
 
 
 def hugging_face_files(folder: Path) -> list[Path]:
-    """Return those of HF_FILES that are in a model folder.
+    """Return the HF_FILES that a model folder contains.
 
     Raises UserError for a link that leads out of the folder. The files are copied into data sets
-    and checkpoints, which people publish, and a link to a private file must not bring its content
-    there. In Hugging Face's cache, links to models--NAME/blobs are allowed: all files are such.
+    and checkpoints, which people publish, and a link must not publish a private file. In Hugging
+    Face's cache all files are links to models--NAME/blobs: these are allowed.
     """
     paths = [path for name in HF_FILES if (path := folder / name).is_file()]
     tree = folder.resolve()
@@ -226,7 +223,7 @@ def hugging_face_files(folder: Path) -> list[Path]:
     for path in paths:
         target = path.resolve()
         if not target.is_relative_to(tree):
-            raise UserError(f"{path}: a link to {target}, outside this folder: copy that file")
+            raise UserError(f"{path}: a link to {target}, outside this folder: copy the file here")
     return paths
 
 
@@ -234,9 +231,9 @@ def from_hugging_face(folder: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face model folder: its tokenizer.model or tokenizer.json.
 
     The name of a special token in a text is ordinary text here, as everywhere in this program. An
-    added token that is not special, such as <think>, is one token, as its file says.
-    Raises UserError for damaged files. Also raises it for a setting with which neither
-    SentencePiece nor tiktoken is known to compute the same ids, and names the setting.
+    added token that is not special, such as <think>, is one token.
+    Raises UserError for damaged files, and for a setting with which neither SentencePiece nor
+    tiktoken is known to give the same ids. The error names the setting.
     """
     try:
         config = read_json(folder / "special_tokens_map.json")
@@ -274,7 +271,7 @@ def read_json(path: Path) -> dict:
 def from_tokenizer_model(path: Path, config: dict, content: dict) -> SentencePiece:
     """Return the tokenizer of a tokenizer.model, with the prefix that the other files give it.
 
-    Raises ValueError where the other files say what this model does not do.
+    Raises ValueError if the other files ask for something that this model does not do.
     """
     tokenizer = SentencePiece(path)
     sp = tokenizer.sp
@@ -299,9 +296,9 @@ def from_tokenizer_model(path: Path, config: dict, content: dict) -> SentencePie
 def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
     """Return the byte-level BPE in a tokenizer.json, for tiktoken to compute.
 
-    tiktoken needs a pattern that cuts a text into words (pattern_of), the id of each token, in
-    whose order it merges (ranks_of), and the special tokens. Raises ValueError, with the name of
-    the setting, where tiktoken would not give the ids that the file means.
+    tiktoken needs a pattern that cuts a text into words (pattern_of), the id of each token, which
+    is also its rank in merging (ranks_of), and the special tokens. Raises ValueError, with the name
+    of the setting, if tiktoken would give other ids than the file means.
     """
     model = content["model"]
     for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -344,9 +341,8 @@ def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
 def added_tokens(content: dict, normalize: str) -> tuple[dict[str, int], dict[str, int]]:
     """Return the tokens that were added to the model, name -> id: special ones, and others.
 
-    Those that are not special, such as <think>, are found in a text. The marks of a conversation
-    count as special: no text may write them. Raises ValueError for a token that is found in another
-    way than by its name alone.
+    The others, such as <think>, are found in a text. <|im_start|> and <|im_end|> count as special:
+    no text is encoded to them. Raises ValueError for a token with more conditions than its name.
     """
     special, others = {}, {}
     for token in content.get("added_tokens", []):
@@ -364,8 +360,8 @@ def added_tokens(content: dict, normalize: str) -> tuple[dict[str, int], dict[st
 DIGITS_PATTERN = r"\p{N}|" + GPT2_PATTERN.replace(r" ?\p{N}++|", "").replace(
     r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)"
 )
-# What Hugging Face's regex engine takes for other places and characters: \w \W \b \B, ^ and $,
-# [:alpha:], and {1,3}+. (Behind \s++, which takes all line ends, $ is the same place.)
+# What matches differently in Hugging Face's regex engine: \w \W \b \B, ^ and $, [:alpha:], and
+# {1,3}+. (After \s++, which takes all line ends, $ matches the same.)
 UNLIKE = re.compile(r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:|\d\}\+")
 
 
@@ -378,9 +374,9 @@ def eos_of(config: dict, default: str) -> str:
 def pattern_of(pre_tokenizer: dict) -> str:
     """Return the regular expression that cuts a text into words, for tiktoken.
 
-    Three kinds of tokenizer.json are read: GPT-2's pattern alone, each digit cut off before it
-    (SmolLM), and a pattern in the file (Llama 3, Qwen). Raises ValueError for another one, and for
-    a pattern that tiktoken's regex engine understands in another way.
+    Three kinds of tokenizer.json are supported: GPT-2's pattern alone, GPT-2's pattern after a
+    split at each digit (SmolLM), and a pattern in the file (Llama 3, Qwen). Raises ValueError for
+    another kind, and for a pattern that tiktoken's regex engine matches differently.
     """
     *cuts, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     is_gpt2 = byte_level.get("use_regex", True)
@@ -402,18 +398,18 @@ def to_bytes(token: str) -> bytes:
 
 
 def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
-    """Return the table of tiktoken, token -> id, of a vocabulary and the merges of a model.
+    """Return tiktoken's table, token -> id, of a vocabulary and the merges of a model.
 
-    A byte-level BPE of Hugging Face lists its merges: pairs of tokens, the first one first.
-    tiktoken has no list. It merges any two neighbours that are a token together, the one with the
+    A byte-level BPE of Hugging Face lists its merges: pairs of tokens, in order of priority.
+    tiktoken has no list. It merges any two neighbours that form a token, the token with the
     smallest id first. Both give the same tokens if
 
     * the merges are in the order of the ids of the tokens that they make, and
-    * for every token, the last of the merges by which tiktoken makes it is in the list. (A
-      vocabulary that was extended by the merges of another one has others.)
+    * for every token, the last merge by which tiktoken makes it is in the list. (That fails for a
+      vocabulary that was extended by the merges of another one.)
 
-    Raises ValueError if that is not so. A token that no merge makes never appears, unless the model
-    has ignore_merges: then a word that is a token becomes it.
+    Raises ValueError otherwise. A token that no merge makes never appears, unless the model has
+    ignore_merges: then a word that is a token becomes this token.
     """
     ranks = {to_bytes(token): i for token, i in vocab.items()}
     listed = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
@@ -429,7 +425,7 @@ def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
     for token in ranks:
         parts = parts_before_last_merge(token, ranks)
         needed = {tuple(parts)} if len(parts) > 1 else set()
-        if len(parts) > 2 and whole_words:  # within a word, any two of its halves may come to it
+        if len(parts) > 2 and whole_words:  # within a word, any two halves may be merged to it
             halves = ((token[:i], token[i:]) for i in range(1, len(token)))
             needed = {pair for pair in halves if ranks.keys() >= set(pair)}
         if not needed <= known:
@@ -438,9 +434,9 @@ def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
 
 
 def parts_before_last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Merge the bytes of a token as tiktoken does, and return what is left before it is made.
+    """Merge the bytes of a token as tiktoken does, and return the parts before the last merge.
 
-    These are two parts, or more if tokens with smaller ids do not lead to it.
+    These are two parts, or more if no tokens with smaller ids lead to it.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -448,8 +444,8 @@ def parts_before_last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes
         lowest = min(ids)
         if lowest == ranks[token]:
             break
-        at = ids.index(lowest)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        i = ids.index(lowest)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
 

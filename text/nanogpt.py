@@ -7,22 +7,22 @@ import numpy as np
 
 from configurator import UserError
 from text.encode import ROW, SPLITS, SplitWriter
-from text.packing import places_of
+from text.packing import find_tokens
 from text.sources import Source
 from text.tokenizer import Tiktoken, check_ids
 
-KIND = "bin"  # of such a Source
+KIND = "bin"  # of these Sources
 STEP = 1 << 24  # tokens that are copied at a time, about
 EOS = "<|endoftext|>"
 
 
 def files_of(folder: Path) -> list[Source]:
-    """Return the files of a folder that nanoGPT's prepare.py has written; [] for another folder."""
+    """Return the files of a folder that nanoGPT's prepare.py wrote, or [] for another folder."""
     paths = [folder / f"{split}.bin" for split in SPLITS]
     if (folder / "meta.json").exists() or not all(path.is_file() for path in paths):
         return []
     paths += [path for path in [folder / "meta.pkl"] if path.is_file()]
-    return [Source.at(path, KIND) for path in paths]
+    return [Source.from_path(path, KIND) for path in paths]
 
 
 class NumbersOnly(pickle.Unpickler):
@@ -35,18 +35,18 @@ class NumbersOnly(pickle.Unpickler):
 def tokenizer_of(sources: list[Source]) -> Tiktoken:
     """Return the tokenizer of such files: the characters of meta.pkl, or else GPT-2's.
 
-    The ids are those of nanoGPT. A character model has no eos there: it gets the next id.
+    The ids are those of nanoGPT. nanoGPT's character models have no eos: here it gets the next id.
     """
     *_, last = sources
     if last.path.name != "meta.pkl":
-        return Tiktoken.by_name("gpt2")
+        return Tiktoken.from_name("gpt2")
     try:
         with open(last.path, "rb") as f:
             characters = NumbersOnly(f).load()["itos"]
         ranks = {character.encode(): i for i, character in characters.items()}
         check_ids(ranks.values())
     except Exception as e:  # a damaged pickle can raise any exception
-        raise UserError(f"{last.path}: not nanoGPT's table of characters ({e})") from None
+        raise UserError(f"{last.path}: not nanoGPT's character table ({e})") from None
     return Tiktoken("characters", r"[\s\S]", ranks, {EOS: max(ranks.values()) + 1})
 
 
@@ -62,24 +62,24 @@ def copy_splits(sources: list[Source], tokenizer: Tiktoken, folder: Path) -> Spl
             raise UserError(f"{sources[val].name}: empty, or not of uint16 token ids")
         ids = np.memmap(sources[val].path, "<u2", "r")
         if ids.max() >= tokenizer.vocab_size:
-            problem = f"id {ids.max()} is not of the {tokenizer.vocab_size} of its tokenizer"
+            problem = f"id {ids.max()} is not below the vocabulary of {tokenizer.vocab_size}"
             raise UserError(f"{sources[val].name}: {problem}: is meta.pkl missing?")
-        ends = places_of(ids, [tokenizer.eos_id]) + 1  # (documents,)
+        ends = find_tokens(ids, [tokenizer.eos_id]) + 1  # (documents,)
         if not len(ends) or ends[-1] < len(ids):
             ends = np.append(ends, len(ids) + 1)
-        begin = 0
+        start = 0
         for some in np.split(ends, np.flatnonzero(np.diff(ends // STEP)) + 1):
-            part = ids[begin : some[-1]]
+            part = ids[start : some[-1]]
             if some[-1] > len(ids):
                 part = np.append(part, ids.dtype.type(tokenizer.eos_id))
-            first = np.append(begin, some[:-1]) - begin
+            first = np.append(start, some[:-1]) - start
             rows = np.zeros(len(some), ROW)
             rows["tokens"] = np.diff(np.append(first, len(part)))
             rows["bytes"] = np.add.reduceat(sizes[part], first)
             rows["characters"] = np.add.reduceat(starts[part], first)
             rows["val"] = val
             writer.write(rows, [b"", part.tobytes()] if val else [part.tobytes(), b""])
-            begin = some[-1]
+            start = some[-1]
         sources[val].finish()
     writer.close()
     return writer

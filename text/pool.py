@@ -1,4 +1,4 @@
-"""Worker processes: each does the same task with other chunks, and the results keep their order."""
+"""Worker processes: they apply one task to many chunks, and the results keep the chunks' order."""
 
 import multiprocessing
 import os
@@ -19,11 +19,11 @@ from text.records import Tally, check_bad
 from text.settings import PrepareConfig
 from text.sources import Source
 
-# The work of a worker. It is sent to each worker once, at its start.
+# The function that a worker applies to chunks. It is sent to each worker once, at its start.
 Task = Callable[[Chunk], tuple[Any, Tally]]
 
 
-def over_input(
+def map_chunks(
     title: str,
     task: Task,
     cfg: PrepareConfig,
@@ -38,9 +38,9 @@ def over_input(
     """
     total = sum(source.bytes for source in sources)
     with ProgressBar(title, total=total, unit_scale=True) as bar:
-        for bytes_read, (result, counts) in in_order(task, read_chunks(sources, cfg), workers):
+        for bytes_read, (result, counts) in map_in_order(task, read_chunks(sources, cfg), workers):
             tally.add(counts)
-            # The estimate of all records lets a run with too many bad ones stop early.
+            # With an estimate of all records, a run with too many bad ones stops early.
             check_bad(tally, cfg, max(10_000, tally.records * total // max(1, bytes_read)))
             yield result
             bar.update(bytes_read - bar.n)
@@ -51,7 +51,7 @@ def over_input(
 
 
 def begin_worker(task: Task) -> None:
-    """Keep the task for do_task(), and end this worker when the main process ends."""
+    """Store the task for do_task(), and end this worker when the main process ends."""
     global worker_task
     worker_task = task
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -89,8 +89,8 @@ def deferred_interrupt() -> Iterator[None]:
         handler(pressed[0], None)
 
 
-def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[int, Any]]:
-    """Yield (bytes read, result of the task) for every chunk, in their order.
+def map_in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[int, Any]]:
+    """Yield (bytes read, result of the task) for every chunk, in the order of the chunks.
 
     With one worker this process does the work itself. Raises UserError if a worker was killed.
     """
@@ -117,6 +117,6 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         reason = "a worker process could not start or was killed, as happens when memory runs out"
         raise UserError(f"{reason}: lower --workers or --max_record_mb") from None
     finally:
-        # Workers end after the chunks that they have. Killed in the middle of a result, they would
+        # Workers end after their current chunks. A worker killed in the middle of a result would
         # leave a part of it in the pipe, and this process would wait for the rest at its exit.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -17,7 +17,7 @@ import numpy as np
 from configurator import UserError
 from hardware.terminal import harmless
 from text.chat import (
-    MARKS,
+    FLAGS,
     MESSAGE_FIELDS,
     chatml,
     is_refused,
@@ -37,26 +37,26 @@ RULES = 8
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # fields that hold one
 QUESTIONS = (("instruction", "input", "output"), ("prompt", "completion"))  # the last: the answer
-CHAT = "conversations"  # is what the report calls their shapes
+CHAT = "conversations"  # the report's name for their shapes
 
 
 class Document(NamedTuple):
     """A document before it becomes tokens."""
 
-    place: str  # where it comes from
-    # Its text. That of a conversation is cut where its marks stand, which are no text, and again
-    # behind the header of each message (chat.py).
-    pieces: list[list[str]]
-    utf8: bytes  # of its text; 0xFF, which is not UTF-8, stands for each mark
+    location: str  # file:line or similar
+    # Its text. A conversation is cut at its special tokens, which are not text, and after the
+    # header of each message (chat.py).
+    spans: list[list[str]]
+    utf8: bytes  # of its text; 0xFF, which is not UTF-8, stands for each special token
 
     @property
     def texts(self) -> list[str]:
-        return list(itertools.chain.from_iterable(self.pieces))
+        return list(itertools.chain.from_iterable(self.spans))
 
 
 @dataclass
 class Tally:
-    """Counts what became of the records. A record that is left out is counted with the reason."""
+    """Counts of the records by outcome. A record that is left out is counted with the reason."""
 
     records: int = 0
     characters: Counter = field(default_factory=Counter)  # of the records: "read", "bad"
@@ -64,8 +64,8 @@ class Tally:
     dropped: Counter = field(default_factory=Counter)  # reason -> documents left out
     changed: Counter = field(default_factory=Counter)  # reason -> documents whose text was changed
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records
-    unread: Counter = field(default_factory=Counter)  # field of a conversation -> not read in these
-    # Name of a special token that stands in a text -> how often: it is encoded as its letters.
+    unread: Counter = field(default_factory=Counter)  # field of conversations -> ignored in these
+    # Name of a special token that a text contains -> how often. It is encoded as ordinary text.
     names: Counter = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)  # first bad records, as file:line: reason
 
@@ -87,12 +87,12 @@ class Tally:
 
 
 def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
-    """Raise UserError if more than a share of max_bad of `records`, or of their text, is bad."""
+    """Raise UserError if more than the fraction max_bad of `records`, or of their text, is bad."""
     bad, n, size = sum(tally.bad.values()), tally.records, tally.characters
     if bad > cfg.max_bad * records or size["bad"] * n > cfg.max_bad * size["read"] * records:
-        share = f"{bad:,} of {n:,} so far, {size['bad']:,} of {size['read']:,} characters"
-        share = f"bad records: {share}, above --max_bad={cfg.max_bad:g}"
-        raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")
+        problem = f"{bad:,} of {n:,} so far, {size['bad']:,} of {size['read']:,} characters"
+        problem = f"bad records: {problem}, above --max_bad={cfg.max_bad:g}"
+        raise UserError(f"{problem}: correct them, or raise it; for example {tally.examples[0]}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,21 +104,21 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
 
     Raises UserError for a text file that --input names and that cannot be read.
     """
-    records = (unpacked(chunk.kind, place, record, cfg) for place, record in chunk.records)
-    for place, record in itertools.chain.from_iterable(records):
+    records = (unpack(chunk.kind, location, record, cfg) for location, record in chunk.records)
+    for location, record in itertools.chain.from_iterable(records):
         tally.records += 1
         tally.characters["read"] += characters(record)
         try:
-            pieces, shape = understand(chunk.kind, record, cfg, tally)
-            # Its hash decides the split. Which answers are learned must not change that.
-            spoken = without_flags(pieces)
-            utf8 = b"\xff".join(to_utf8("".join(piece), cfg.encoding) for piece in spoken)
+            spans, shape = understand(chunk.kind, record, cfg, tally)
+            # Its hash decides the split, and must not depend on which answers are learned.
+            messages = without_flags(spans)
+            utf8 = b"\xff".join(to_utf8("".join(span), cfg.encoding) for span in messages)
         except ValueError as e:
             tally.characters["bad"] += characters(record)
             line = f", line {e.args[1]}" if chunk.kind == "txt" and e.args[1:] else ""
-            if chunk.kind == "txt" and place in cfg.input:  # the file is one record
-                raise UserError(f"--input {place}{line}: {e.args[0]}") from None
-            tally.reject(place + line, str(e.args[0]))
+            if chunk.kind == "txt" and location in cfg.input:  # the file is one record
+                raise UserError(f"--input {location}{line}: {e.args[0]}") from None
+            tally.reject(location + line, str(e.args[0]))
             continue
         if chunk.kind in ("csv", "tsv"):
             if any("\n" in (text or "") for text in record.values()):
@@ -126,29 +126,29 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
             if None in record.values():
                 shape += " in rows with fewer fields than the header"
         tally.shapes[shape] += 1
-        if not pieces:
+        if not spans:
             tally.dropped["marked as not to be learned"] += 1
             continue
-        found = [Document(place, pieces, utf8)]
-        if cfg.separators and len(pieces) == 1:
+        found = [Document(location, spans, utf8)]
+        if cfg.separators and len(spans) == 1:
             names = sorted(map(str.strip, cfg.separators.split(",")), key=len, reverse=True)
-            parts = re.split("|".join(map(re.escape, names)), pieces[0][0])
-            found = [Document(place, [[part]], part.encode()) for part in parts]
+            parts = re.split("|".join(map(re.escape, names)), spans[0][0])
+            found = [Document(location, [[part]], part.encode()) for part in parts]
         full = [document for document in found if any(map(NOT_BLANK.search, document.texts))]
         if not full:
             tally.dropped["empty"] += 1
         yield from full
 
 
-def unpacked(kind: str, place: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of each record in what read_chunks() gives as one, to save its time.
+def unpack(kind: str, location: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str, Any]]:
+    """Yield (location, record) for each record in a record of a Chunk.
 
-    That is each line of Lines that is not blank, and each text of a Python module, or
-    with cfg.chat each conversation about it.
+    These are the lines of Lines that are not blank; the texts of a Python module, or with cfg.chat
+    the conversations about it; and any other record itself.
     """
     if kind == "py":
-        for text in (conversations if cfg.chat else documentation)(record, place):
-            yield place, text
+        for text in (conversations if cfg.chat else documentation)(record, location):
+            yield location, text
     elif isinstance(record, Lines):
         encoding = cfg.encoding if cfg.has_byte_lines else "utf-8"
         for number, line in enumerate(record.data.split(b"\n"), record.first):
@@ -158,19 +158,19 @@ def unpacked(kind: str, place: str, record: Any, cfg: PrepareConfig) -> Iterator
             except UnicodeDecodeError:  # UTF-7 and ISO-2022-JP: surrogateescape fails there
                 text = "\udcff"
             if len(line) > cfg.max_record:
-                yield f"{place}:{number}", too_long(cfg.max_record)
+                yield f"{location}:{number}", too_long(cfg.max_record)
             elif text and not text.isspace():
-                yield f"{place}:{number}", text
+                yield f"{location}:{number}", text
     else:
-        yield place, record
+        yield location, record
 
 
 def understand(
     kind: str, record: Any, cfg: PrepareConfig, tally: Tally
 ) -> tuple[list[list[str]], str]:
-    """Return (pieces, shape) of a record from read_chunks(). ValueError says what is wrong.
+    """Return (spans, shape) of a record. Raises ValueError, which says what is wrong.
 
-    There are no pieces of a conversation that is not to be learned.
+    A conversation that is not to be learned has no spans.
     """
     if isinstance(record, ValueError):
         raise record
@@ -188,27 +188,28 @@ def understand(
     if isinstance(record, dict):
         messages, used = conversation_in(record, cfg)
         if used:
-            messages = [*map(with_text, messages)] if isinstance(messages, list) else messages
+            messages = [*map(joined_content, messages)] if isinstance(messages, list) else messages
             turns = turns_of(messages)
             if not cfg.fields:
                 tally.unread.update(unread_fields(record, used))
-            of_messages = set().union(*(unread_fields(m, MESSAGE_FIELDS) for m in messages))
-            tally.unread.update(f"{key} of messages" for key in of_messages)
+            message_fields = set().union(*(unread_fields(m, MESSAGE_FIELDS) for m in messages))
+            tally.unread.update(f"{key} of messages" for key in message_fields)
             is_learned = any(t.role == "assistant" and t.is_learned for t in turns)
-            pieces = chatml(turns) if is_learned and not is_refused(record) else []
-            return pieces, f"{CHAT} {{{', '.join(used)}}}"
-        # A label of a text may be a class. It is not obeyed, and so it is counted.
-        marks = [key for key in MARKS if key in record and is_refused({key: record[key]})]
-        tally.unread.update(f"{key} of texts" for key in marks)
+            spans = chatml(turns) if is_learned and not is_refused(record) else []
+            return spans, f"{CHAT} {{{', '.join(used)}}}"
+        # A label of a text may be a class. It is ignored, and so it is counted.
+        flags = [key for key in FLAGS if key in record and is_refused({key: record[key]})]
+        tally.unread.update(f"{key} of texts" for key in flags)
     text, shape = record_text(record, cfg.fields)
     return [[text]], shape
 
 
 def conversation_in(record: dict, cfg: PrepareConfig) -> tuple[Any, list[str]]:
-    """Return the messages of a record that is a conversation, and the fields that they are from.
+    """Return the messages of a record that is a conversation, and the fields that hold them.
 
-    There are no such fields if it is none. With cfg.chat, a question and its answer are one: those
-    that cfg.fields names, or those of QUESTIONS. A field `system` is the first message.
+    If the record is no conversation, there are no such fields. With cfg.chat, a question and its
+    answer are a conversation: the fields of cfg.fields, or of QUESTIONS. A field `system` is the
+    first message.
     """
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     used = ["system"] * len(system)
@@ -221,18 +222,18 @@ def conversation_in(record: dict, cfg: PrepareConfig) -> tuple[Any, list[str]]:
     known = [cfg.fields.split(",")] if cfg.fields else QUESTIONS
     for names in known if cfg.chat else ():
         if cfg.fields or (record.get(names[0]) is not None and names[-1] in record):
-            text_of = chosen_fields if cfg.fields else get
-            *asked, answer = [text_of(record, name) for name in names]
-            messages = [{"role": "user", "content": "\n".join(filter(None, asked))}]
+            read = chosen_fields if cfg.fields else get
+            *questions, answer = [read(record, name) for name in names]
+            messages = [{"role": "user", "content": "\n".join(filter(None, questions))}]
             messages.append({"role": "assistant", "content": answer})
             return system + messages, [*used, *names]
     return None, []
 
 
-def with_text(message: Any) -> Any:
-    """Return a message with a text for its content, if that is a list of parts that are texts.
+def joined_content(message: Any) -> Any:
+    """Return a message whose content, if it is a list of texts, is joined to one text.
 
-    They are joined as the chat templates of models do it: by nothing.
+    Nothing is put between the texts, as in the chat templates of models.
     """
     if not isinstance(message, dict):
         raise ValueError(f"a conversation holds a {type(message).__name__} in place of a message")
@@ -258,15 +259,12 @@ def to_utf8(text: str, encoding: str) -> bytes:
 
 
 def chinese_encoding(text: str, encoding: str) -> str:
-    """Return the encoding of Chinese that a text is in, "" if it is in none.
-
-    `encoding` is the wrong one in which it was read.
-    """
+    """Return the Chinese encoding of a text that was read in the wrong `encoding`; "" if none."""
     for name in ("gb18030", "big5"):
         with suppress(UnicodeError):
             decoded = text.encode(encoding, "surrogateescape").decode(name)
-            # Chance gives too few of the commonest characters. UTF-8 with a few wrong bytes would
-            # become longer.
+            # Other texts decode to few of the commonest characters. UTF-8 with a few wrong bytes
+            # would become longer.
             if 100 * len(re.findall("[的一是不了在人有我]", decoded)) > len(decoded) < len(text):
                 return name
     return ""
@@ -279,13 +277,13 @@ def chinese_encoding(text: str, encoding: str) -> str:
 def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     """Return (text, shape) of a record. Raises ValueError if it has no known shape.
 
-    Titles, summaries and sections are joined as join() does it. `fields` names other fields: a list
+    join() joins titles, summaries and sections. `fields` names other fields: a list
     `question,answer`, joined by line ends, or a template `问：{question}答：{answer}`.
     """
     if isinstance(record, str) and not fields:
         return record, "a text"
     if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}, not a record: --format=json reads arrays")
+        raise ValueError(f"a {type(record).__name__}, not an object: --format=json reads arrays")
     if fields:
         return chosen_fields(record, fields), fields
     sections = record.get("sections")
@@ -310,12 +308,12 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         name = min(others, key=lambda name: record[name] is None)
         return record_text(record | {name: get(record, name)})  # or get() says what is wrong
     names = harmless(", ".join(map(str, record)))[:80]
-    way = "--fields=NAME,NAME names others (and jq -c '.NAME[]' FILE prints the records in a list)"
-    raise ValueError(f"{{{names}}} has no text in a known field: {way}")
+    advice = "name others by --fields=NAME,NAME; jq -c '.NAME[]' FILE prints the records of a list"
+    raise ValueError(f"{{{names}}} has no text in a known field: {advice}")
 
 
 def get(record: dict, key: str) -> str:
-    """Return a field as text: a number as its digits, and "" for null or for no such field.
+    """Return a field as text: a number as its digits, null or a missing field as "".
 
     The texts of a list become lines. Raises ValueError for anything else.
     """
@@ -325,10 +323,10 @@ def get(record: dict, key: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if isinstance(value, float) and not math.isfinite(value):  # json reads NaN and Infinity
-        raise ValueError(f"{key} is {value}, no text")
+        raise ValueError(f"{key} is {value}, not text")
     if isinstance(value, int | float | None):
         return "" if value is None else str(value)
-    raise ValueError(f"{key} is a {type(value).__name__}, no text")
+    raise ValueError(f"{key} is a {type(value).__name__}, not text")
 
 
 def pairs_of(sections: Any) -> list[tuple[str, str]]:
@@ -336,7 +334,7 @@ def pairs_of(sections: Any) -> list[tuple[str, str]]:
     if sections is None:
         return []
     if not isinstance(sections, list) or not all(isinstance(s, dict) for s in sections):
-        raise ValueError("sections is no list of {title, content}")
+        raise ValueError("sections is not a list of {title, content}")
     return [(get(s, "title"), get(s, "content")) for s in sections]
 
 
@@ -358,8 +356,8 @@ def join(head: tuple[str, str] | None, sections: list[tuple[str, str]]) -> str:
 def is_chinese(text: str) -> bool:
     """Return whether at least one letter in twenty is a Chinese character or Japanese kana.
 
-    The other letters that count are those of ASCII. So few Chinese ones are enough, because a
-    Chinese text on programming or mathematics is code and formulas for the most part.
+    Only ASCII letters count as other letters. One in twenty is enough, because a Chinese text on
+    programming or mathematics consists mostly of code and formulas.
     """
     if text.isascii():
         return False
@@ -370,7 +368,7 @@ def is_chinese(text: str) -> bool:
 
 
 def count_between(codes: np.ndarray, low: int, high: int) -> int:
-    # What is below `low` wraps around to a large number.
+    # A code below `low` wraps around to a large number.
     return np.count_nonzero(codes - low <= high - low)
 
 
@@ -381,8 +379,8 @@ def chosen_fields(record: dict, fields: str) -> str:
     """
 
     def value(name: str) -> str:
-        if (whole := name if name in record else name.strip()) in record:
-            return get(record, whole)
+        if (full_name := name if name in record else name.strip()) in record:
+            return get(record, full_name)
         *path, last = name.strip().split(".")
         inner = record
         for key in path:

@@ -1,4 +1,4 @@
-"""What is said of a data set: its meta.json, the report, and the texts that --inspect shows."""
+"""Describe a data set: its meta.json, the report, and the texts that --inspect shows."""
 
 import importlib.metadata
 import math
@@ -13,7 +13,7 @@ import numpy as np
 
 from configurator import UserError
 from hardware.terminal import plural
-from text.chat import answers_of, marks_of
+from text.chat import answer_bounds, chatml_ids
 from text.dataset import (
     FORMAT_VERSION,
     id_type,
@@ -24,7 +24,7 @@ from text.dataset import (
     verify,
 )
 from text.encode import token_sizes
-from text.packing import places_of
+from text.packing import find_tokens
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
@@ -61,7 +61,7 @@ def describe_set(info: dict, splits: dict[str, dict], lengths: Counter, tally: T
 def describe_sources(
     cfg: PrepareConfig, read: list[Source], passed_by: dict[str, Counter]
 ) -> list[dict]:
-    """Return what meta.json says of the files that were read, and of those that were skipped."""
+    """Return the entries of meta.json for the files that were read and those that were skipped."""
     if not cfg.input:
         versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
         return [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
@@ -70,19 +70,19 @@ def describe_sources(
 
 
 def count_answers(folder: Path, meta: dict, split: str, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return how many tokens loss_on=answers learns of a split, and the bytes of their text."""
+    """Return the number of tokens of a split that loss_on=answers learns, and their bytes."""
     ids = np.asarray(open_split(folder, meta, split))
-    places = places_of(ids, [meta["eos_id"], *marks_of(tokenizer)])
-    answers = answers_of(ids, places, tokenizer).reshape(-1, 2)  # begin, end
+    positions = find_tokens(ids, [meta["eos_id"], *chatml_ids(tokenizer)])
+    answers = answer_bounds(ids, positions, tokenizer).reshape(-1, 2)  # begin, end
     sizes = token_sizes(tokenizer)
-    size = sum(int(sizes[ids[begin:end]].sum()) for begin, end in answers)
+    size = sum(int(sizes[ids[start:end]].sum()) for start, end in answers)
     return {"tokens": int(np.diff(answers).sum()), "bytes": size}
 
 
-def marked(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the text of a document (n,). What loss_on=answers learns of it stands in [[ ]]."""
-    places = np.flatnonzero(np.isin(ids, marks_of(tokenizer)))
-    parts = np.split(ids, answers_of(ids, places, tokenizer))
+def annotated_text(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return the text of a document (n,), with [[ ]] around what loss_on=answers learns."""
+    positions = np.flatnonzero(np.isin(ids, chatml_ids(tokenizer)))
+    parts = np.split(ids, answer_bounds(ids, positions, tokenizer))
     texts = [tokenizer.decode(part.tolist()) for part in parts]
     return "".join(f"[[{text}]]" if i % 2 else text for i, text in enumerate(texts))
 
@@ -105,25 +105,25 @@ def summary(meta: dict, folder: Path) -> str:
         lines.append(f"  {split:<6} {documents:>20} {tokens} {s['bytes']:>14,} bytes of text")
         if "answers" in s:
             n = s["answers"]["tokens"]
-            share = f"{n / s['tokens']:.0%}; [[ ]] below"
-            lines.append(f"         --loss_on=answers learns {n:,} tokens of them ({share})")
+            fraction = f"{n / s['tokens']:.0%}; [[ ]] below"
+            lines.append(f"         --loss_on=answers learns {n:,} tokens of them ({fraction})")
     if few := meta.get("few_documents"):
         lines.append(f"  {plural(few, 'document')}, split by tokens: the last of them are val")
     characters, tokens = (sum(s[k] for s in splits.values()) for k in ("characters", "tokens"))
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
-    # Data sets of earlier versions have a histogram beside the percentiles.
+    # Data sets of earlier versions also have a histogram here.
     lengths = {k: n for k, n in meta["lengths"].items() if k != "histogram"}
     percentiles = ", ".join(f"{name} {n:,}" for name, n in lengths.items())
     lines.append(f"  tokens per document: {percentiles}")
     lines.append(f"  {plural(records['read'], 'record')}, read as {counted(records['shapes'])}")
     for outcome in ("bad", "dropped", "changed"):
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
-    lines += [f"  bad is for example {example}" for example in records["examples"]]
+    lines += [f"  bad record, for example {example}" for example in records["examples"]]
     if unread := records.get("unread"):  # data sets of earlier versions have not counted them
         lines.append(f"  fields that are not read: {counted(unread)}")
     if names := records.get("names"):
-        advice = "of a text, --separators makes them ends of documents"
-        lines.append(f"  special tokens that are letters in the texts: {counted(names)} ({advice})")
+        advice = "--separators splits texts at them"
+        lines.append(f"  special tokens encoded as ordinary text: {counted(names)} ({advice})")
     for source in meta["sources"]:
         if "skipped" in source:
             lines.append(f"  skipped in {source['path']}: {counted(source['skipped'])}")
@@ -143,14 +143,14 @@ def counted(counts: dict[str, int]) -> str:
 
 
 def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of `count` documents of train.bin; a very long text is cut.
+    """Yield (location, text) of `count` documents of train.bin; a very long text is cut.
 
     show: first, random, or the number of a token: the document that contains it comes first.
     """
     limit = 20_000  # tokens of a document
     ids = np.asarray(open_split(folder, meta, "train"))
     tokenizer = load_tokenizer(folder)
-    ends = places_of(ids, [meta["eos_id"]])
+    ends = find_tokens(ids, [meta["eos_id"]])
     if show == "random":
         numbers = random.sample(range(len(ends)), min(count, len(ends)))
     else:
@@ -160,23 +160,22 @@ def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[
         first = int(np.searchsorted(ends, token))
         numbers = range(first, min(first + count, len(ends)))
     for number in numbers:
-        begin = ends[number - 1] + 1 if number else 0
+        start = ends[number - 1] + 1 if number else 0
         end = ends[number]
-        text = marked(ids[begin : min(end, begin + limit)], tokenizer)
-        if end - begin > limit:
-            text += f" ... and {end - begin - limit:,} more tokens"
-        yield f"train, tokens {begin:,} to {end:,}, then eos", text
+        text = annotated_text(ids[start : min(end, start + limit)], tokenizer)
+        if end - start > limit:
+            text += f" ... and {end - start - limit:,} more tokens"
+        yield f"train, tokens {start:,} to {end:,}, then eos", text
 
 
 def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[str, str]]:
-    """Yield (where it comes from, its text) for each sample that a step of a run trained on.
+    """Yield (location, text) for each sample that a step of a run trained on.
 
     path: its metrics.jsonl, for error messages. records: the content of that file, which includes
     the settings of the run. step: counted from 1, as in the log and metrics.jsonl.
-    Raises UserError if the records do not say what the step trained on, or if a data set was made
-    again since then.
+    Raises UserError if the records have no such step, or if a data set was made again since then.
     """
-    # A record with settings is written when a run begins, and when it resumes with other settings.
+    # A record with settings is written when a run starts, and when it resumes with other settings.
     # Its "step" is the number of steps before that, so it is smaller than the steps it describes.
     with_settings = [r for r in records if "settings" in r and r["step"] < step]
     if not with_settings or step > with_settings[-1]["steps"]:
@@ -187,16 +186,16 @@ def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[
     sets = open_datasets(settings["dataset"], settings["data_dir"])
     for data in sets:
         if data.meta["splits"]["train"]["sha256"] != described["data"][data.name]:
-            raise UserError(f"{data.folder}: made again since the step trained on it")
+            raise UserError(f"{data.folder}: it was prepared again after this step of the run")
         verify(data.folder, data.meta, "train")
     loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])
     first = described["first_sample"] + (step - 1 - described["step"]) * samples
     tokenizer = load_tokenizer(sets[0].folder)
     for number, (k, start) in enumerate(loader.starts(first, samples), first):
         targets = loader.splits[k].targets(start)
-        place = f"{sets[k].name}/train.bin, first target: token {targets[targets >= 0][0]:,}"
+        location = f"{sets[k].name}/train.bin, first target: token {targets[targets >= 0][0]:,}"
         ids = loader.rows([(k, start)]).ids[0]
         ids = ids[ids >= 0]  # the others are padding
         documents = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))
         texts = [tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents]
-        yield f"sample {number:,}: {place}", "<eos>".join(texts)
+        yield f"sample {number:,}: {location}", "<eos>".join(texts)

@@ -1,4 +1,4 @@
-"""The settings of prepare.py, which its --help prints, and what some of them mean."""
+"""The settings of prepare.py: `python prepare.py --help` prints them."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Literal
 
 from configurator import option
 
-# Fields that the known shapes of a record use, or that say whether to learn it.
+# Fields that the known shapes of a record use, and flags that say whether to learn it.
 KNOWN = {"title", "summary", "sections", "content", "text", "prompt", "completion", "instruction"}
 KNOWN |= {"input", "output", "system", "messages", "conversations", "conversation"}
 KNOWN |= {"weight", "label", "train", "loss"}
@@ -20,23 +20,23 @@ InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 class PrepareConfig:
     input: tuple[str, ...] = option(
         (),
-        "files, folders or globs; none: the documentation of Python, numpy and torch",
+        "files, folders or globs; default: the documentation of Python, numpy and torch",
         group="Input",
     )
     format: InputFormat = option("auto", "format of every input file; auto: by the file's name")
     fields: str = option(
         "", "question,answer or a template '{question} {answer}'; default: known shapes"
     )
-    chat: bool = option(
-        False, "an instruction or prompt and its answer are a conversation, like messages"
-    )
+    chat: bool = option(False, "turn an instruction or prompt and its answer into a conversation")
     txt: Literal["file", "block", "line"] = option(
         "file", "one document per file, block or line of .txt"
     )
     separators: str = option(
         "", "strings at which a text is split into documents: '<|im_start|>,<|im_end|>'"
     )
-    encoding: str = option("utf-8", "of every input file; gb18030 also reads GBK and GB2312")
+    encoding: str = option(
+        "utf-8", "encoding of every input file; gb18030 also reads GBK and GB2312"
+    )
     min_tokens: int = option(
         0, "leave out documents with fewer tokens (eos not counted); encyclopedias: 6", minimum=0
     )
@@ -48,33 +48,37 @@ class PrepareConfig:
         group="Bad records: the report counts them and shows examples",
     )
     max_record_mb: float = option(
-        64.0, "million characters or bytes; more is bad (.json, .csv: an error)", minimum=0.001
+        64.0,
+        "million characters, in .jsonl bytes; a longer record is bad, in .json and .csv an error",
+        minimum=0.001,
     )
     name: str = option(
         "",
         "write the data set to data_dir/NAME/; default: the first input's, or docs",
         group="Output",
     )
-    data_dir: str = option("data", "the folder that holds the data sets")
+    data_dir: str = option("data", "folder of all data sets")
     val_fraction: float = option(
         0.01,
-        "fraction for val.bin: documents by their hash, or the end of a text",
+        "fraction for val.bin: of the documents by their hash, or of the tokens of few documents",
         above=0,
         below=1,
     )
     tokenizer: str = option(
         "train",
-        "train, char, byte, a name (gpt2), a .model or .tiktoken, a folder",
+        "train, char, byte, a tiktoken name such as gpt2, a .model or .tiktoken file, or a folder",
         group="Tokenizer",
     )
     vocab_size: int = option(4096, "number of tokens, for --tokenizer=train", minimum=LEAST)
     train_mb: int = option(
-        10, "million characters sampled to train a tokenizer; 50 for a large vocabulary", minimum=1
+        10,
+        "million characters sampled to train a tokenizer; try 50 for a large vocabulary",
+        minimum=1,
     )
     workers: int = option(0, "worker processes; 0: one for each core", group="Work", minimum=0)
     inspect: str = option(
         "",
-        "a data set to verify and show; with --step, the folder of a run",
+        "data set to verify and show; with --step, the folder of a run",
         group="Inspection: --inspect FOLDER changes nothing",
     )
     show: str = option(
@@ -82,7 +86,7 @@ class PrepareConfig:
     )
     count: int = option(3, "number of documents to show", minimum=1)
     step: int = option(
-        -1, "show what this step of the run trained on; steps count from 1, as in the log"
+        -1, "show the texts that this step of the run trained on, numbered as in the log"
     )
 
     @property
@@ -113,7 +117,7 @@ class PrepareConfig:
             "step needs the folder of a run: add --inspect": self.step == -1 or self.inspect,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
             "show must be first, random or the number of a token": is_show,
-            f"fields={self.fields}: a brace must be around a name, as in {{answer}}": not stray,
+            f"fields={self.fields}: braces must enclose a name, as in {{answer}}": not stray,
             f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
         }
         return [problem for problem, ok in checks.items() if not ok]

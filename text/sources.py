@@ -1,6 +1,6 @@
-"""The files of a corpus: which files the --input arguments name, and their content.
+"""The files of a corpus: find those that the --input arguments name, and decompress them.
 
-find_sources() lists the files (docstrings.py: Python modules), and decompressed() unpacks one.
+find_sources() lists the files, and decompressed() unpacks one. docstrings.py lists Python modules.
 """
 
 import bz2
@@ -27,7 +27,7 @@ CUT = 1 << 18  # bytes that are unpacked at a time
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 EXPECTED = f".{', .'.join(KINDS)}, all but .parquet also with {', '.join(COMPRESSED)}"
 UNKNOWN_KIND = f"unknown kind of file (.arrow: save as .parquet); expected {EXPECTED}, or --format"
-KINDS["arrow"] = ""  # no kind that is read, but data: not to be skipped in a folder
+KINDS["arrow"] = ""  # data in a kind that cannot be read: it is an error, and not skipped
 
 # Reasons to skip a file. They are printed, and written into meta.json.
 READ_ALREADY = "read already, by this name or another one"
@@ -46,37 +46,37 @@ class Source:
     kind: str  # one that KINDS maps to, or "py": a Python module
     name: str  # the name that messages and meta.json show
     bytes: int = 0  # size on the disk, so of the compressed data
-    changed: int = 0  # ns; the time of its inode, since `cp -p` and `touch` can set the other one
+    changed: int = 0  # ctime in ns, since `cp -p` and `touch` can set mtime
     sha256: str = ""
 
     @classmethod
-    def at(cls, path: Path, kind: str, name: str = "") -> "Source":
-        """Return the Source of an existing file. name: what messages show instead of the path."""
+    def from_path(cls, path: Path, kind: str, name: str = "") -> "Source":
+        """Return the Source of an existing file. name: shown in messages instead of the path."""
         stat = path.stat()
         return cls(path, kind, name or str(path), stat.st_size, stat.st_ctime_ns)
 
     def finish(self) -> None:
-        """Fill in the SHA-256 when the file was read. Raises UserError if it has changed."""
+        """Fill in the SHA-256 after the file was read. Raises UserError if it has changed."""
         self.sha256 = self.sha256 or file_sha256(self.path)
         stat = self.path.stat()
         if (stat.st_size, stat.st_ctime_ns) != (self.bytes, self.changed):
             raise UserError(f"{self.name}: it changed while it was read: run the command again")
 
 
-def in_order(path: Path) -> list[bytes]:
-    """Return a key to sort paths by: bytes, so that the order is the same in every locale."""
+def sort_key(path: Path) -> list[bytes]:
+    """Return a sort key of a path: bytes, so that the order is the same in every locale."""
     return os.fsencode(path).split(b"/")
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffixes that tell the kind and the compression: .jsonl.gz for DUMP.JSONL.gz."""
+    """Return the suffixes of the kind and the compression: .jsonl.gz for DUMP.JSONL.gz."""
     name = Path(path.name.lower())
     packed = name.suffix if name.suffix in COMPRESSED else ""
     return Path(name.name.removesuffix(packed)).suffix + packed
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind that the file's name says, or None."""
+    """Return the kind of file that the name indicates, or None."""
     return KINDS.get(suffix_of(path).strip(".").partition(".")[0])
 
 
@@ -94,7 +94,7 @@ def identity(path: str | Path) -> tuple[int, int]:
 
 
 def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[str, Counter]]:
-    """Return the files that the --input arguments name, and how many files were skipped and why.
+    """Return the files that the --input arguments name, and the number of skipped files by reason.
 
     The files come in a fixed order, each file once. Folders are searched with all their subfolders.
     kind: the kind of all files; "auto": by the name of each. The second result maps an argument to
@@ -113,11 +113,11 @@ def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[s
             if not file_kind:
                 raise UserError(f"--input {file}: {UNKNOWN_KIND}")
             if not file.is_file():
-                raise UserError(f"--input {file}: not a file, or a link to none: remove it")
+                raise UserError(f"--input {file}: not a regular file, or a broken link: remove it")
             if identity(file) in seen:
                 counts[READ_ALREADY] += 1
             else:
-                sources.append(Source.at(file, file_kind))
+                sources.append(Source.from_path(file, file_kind))
             seen.add(identity(file))
     return sources, {argument: counts for argument, counts in skipped.items() if counts}
 
@@ -125,17 +125,17 @@ def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[s
 def named_files(argument: str, kind: str, skipped: Counter) -> Iterator[Path]:
     """Yield the files that one --input argument names: a file, a folder or a pattern of these.
 
-    Of a folder, only the files that walk() finds are yielded; `skipped` counts the others. Raises
-    UserError if there is no such file, or if a folder has none to read.
+    For a folder, walk() finds the files, and `skipped` counts the others. Raises UserError if there
+    is no such file, or if a folder has no file to read.
     """
     path = Path(argument)
     paths = [path]
     if not path.exists():
-        paths = sorted(map(Path, glob.glob(argument, recursive=True)), key=in_order)
+        paths = sorted(map(Path, glob.glob(argument, recursive=True)), key=sort_key)
     if not paths:
         raise UserError(f"--input {argument}: no such file or folder")
     for path in paths:
-        files = sorted(walk(path, kind, skipped), key=in_order) if path.is_dir() else [path]
+        files = sorted(walk(path, kind, skipped), key=sort_key) if path.is_dir() else [path]
         if not files:
             raise UserError(f"--input {path}: no file ends in {EXPECTED}: give --format=KIND")
         yield from files
@@ -144,8 +144,8 @@ def named_files(argument: str, kind: str, skipped: Counter) -> Iterator[Path]:
 def walk(folder: Path, kind: str, skipped: Counter) -> Iterator[Path]:
     """Yield the files of a known kind in a folder and its subfolders. `skipped` counts the others.
 
-    If the kind is not "auto", it is that of the other files, too, except those of programs: .git/,
-    .DS_Store, Spark's _SUCCESS.
+    If the kind is not "auto", files of unknown kinds are yielded too, except those that start with
+    a dot or an underscore: .git/, .DS_Store, Spark's _SUCCESS.
     Links to folders are followed, but each folder is read only once, under the first of its names.
     Data sets and scratch folders of prepare.py are skipped. Raises UserError for a folder that
     cannot be read.
@@ -210,8 +210,8 @@ class Unpacked(io.RawIOBase):
 def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     """Return a stream of the decompressed bytes of `raw`; `raw` itself if it is not compressed.
 
-    The first bytes of the file tell the compression. Unlike the name, they are right for a renamed
-    file too. name: of the file, for messages.
+    The first bytes of the file decide, since a file may have been renamed. name: of the file, for
+    messages.
     """
     head = raw.peek(10)
     if head.startswith(b"\x1f\x8b"):
@@ -220,7 +220,7 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
         return io.BufferedReader(Unpacked(raw, lzma.LZMADecompressor))
     if re.match(rb"BZh[1-9]1AY&SY", head):
         return io.BufferedReader(Unpacked(raw, bz2.BZ2Decompressor))
-    # The second is a frame to skip, with which pzstd begins; 31 is for zstd --ultra --long=31.
+    # The second is a skippable frame, as pzstd writes first; 31 is for zstd --ultra --long=31.
     if re.match(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", head):
         zstd = import_for(name, "backports.zstd", "compression.zstd", "backports.zstd")
         return zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
@@ -228,11 +228,11 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
 
 
 def import_for(name: str, package: str, *modules: str) -> ModuleType:
-    """Return the first of these modules that there is, to read the file `name`.
+    """Return the first of these modules that is installed, to read the file `name`.
 
-    Raises UserError if there is none. package: the one to install then.
+    Raises UserError, which names `package`, if none is installed.
     """
     for module in modules:
         with suppress(ImportError):
             return importlib.import_module(module)
-    raise UserError(f"{name}: to read it, install the package {package}: pip install {package}")
+    raise UserError(f"{name}: reading it needs {package}: pip install {package}")

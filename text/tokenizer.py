@@ -3,17 +3,17 @@
 Both classes have the same attributes and methods:
 
     vocab_size, eos_id
-    unk_id                stands for a text that the vocabulary has no token for; -1: there is none
+    unk_id                replaces a text that the vocabulary has no token for; -1: there is none
     prefix                ids that come before a prompt; by default the eos, which in the training
                           data ends a document and so comes before the next one
     added                 name -> id of a token such as <think>, which is text, but is found before
                           all other tokens
     encode(text)          -> ids (n,), without the prefix
     encode_all(texts)     -> an iterator of the ids of each text; faster for many texts
-    decode(ids)           -> their text, for people: a mark of a conversation is its name
-    token_bytes(id)       -> what a token adds to a text: nothing, if it is special
+    decode(ids)           -> their text, for people, with the names of <|im_start|> and <|im_end|>
+    token_bytes(id)       -> the bytes that a token adds to a text: none if it is special
     special_id(name)      -> the id of the special token of this name; -1: there is none
-    save(folder)          -> what meta.json says about the tokenizer
+    save(folder)          -> the tokenizer's description for meta.json
 
 hf_tokenizer.py converts both to and from Hugging Face's files. This module needs no torch.
 """
@@ -30,7 +30,7 @@ import numpy as np
 
 from configurator import UserError
 
-# The marks of a conversation: text/chat.py.
+# The special tokens of ChatML: text/chat.py.
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 MAX_ID = (1 << 24) - 1  # the largest id of a token that is accepted
 
@@ -41,8 +41,8 @@ def check_ids(ids: Collection[int]) -> None:
         raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
 
 
-# Places in a text that the tokens of a BPE seldom reach across: before a space, and between a
-# Chinese character and a mark. SentencePiece.slices() asks whether the tokens of its model do.
+# Positions in a text that the tokens of a BPE seldom cross: before a space, and between a Chinese
+# character and punctuation. SentencePiece.may_cut says whether a token of the model does.
 EDGE = r"(?:(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n]))"
 SLICE = 500  # characters, at least; SentencePiece is slower on longer texts (bench/LOG.md)
 
@@ -75,10 +75,10 @@ class SentencePiece:
         return next(self.encode_all([text]))
 
     def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """Yield the ids (n,) of each text. All of them are encoded by one call of the library.
+        """Yield the ids (n,) of each text. One call of the library encodes all of them.
 
-        SentencePiece writes U+2581 for a space, and would decode a U+2581 of the text to a space.
-        Here such a character is encoded as its three bytes, and so decodes to itself.
+        SentencePiece uses U+2581 for a space, and would decode a U+2581 of the text to a space.
+        Here it is encoded as its three bytes, and so decodes to itself.
         """
         cut = [[self.slices(part) for part in text.split("\u2581")] for text in texts]
         slices = [s for parts in cut for part in parts for s in part]
@@ -92,8 +92,8 @@ class SentencePiece:
     def slices(self, text: str) -> list[str]:
         """Cut a text into slices that give the same ids as the whole text, but faster.
 
-        A BPE only merges neighbours that form a token. So where no token can reach across a place,
-        what is on its left and what is on its right do not depend on each other.
+        A BPE only merges neighbours that form a token. So if no token can cross a position, the
+        text before it and the text after it are encoded independently.
         """
         if len(text) <= SLICE or not self.may_cut:
             return [text]
@@ -102,7 +102,7 @@ class SentencePiece:
 
     @cached_property
     def may_cut(self) -> bool:
-        """Whether no token reaches across an EDGE, and a slice is encoded as in the whole text."""
+        """Whether no token crosses an EDGE, so that a slice is encoded as in the whole text."""
         pieces = map(self.sp.id_to_piece, range(self.vocab_size))
         crosses = any(re.search(EDGE, piece.replace("\u2581", " ")) for piece in pieces)
         return self.keeps_text and self.is_byte_bpe and not crosses
@@ -114,12 +114,12 @@ class SentencePiece:
 
     @property
     def adds_space(self) -> bool:
-        """Whether a text gets a space in front, which it does not have."""
+        """Whether the model puts a space before a text."""
         return self.sp.normalize("a") != "a"
 
     @property
     def is_byte_bpe(self) -> bool:
-        """Whether the model is a BPE that writes a character without a token as its bytes."""
+        """Whether the model is a BPE that encodes a character without a token as its bytes."""
         # In a BPE, the scores of the pieces are the order of the merges.
         scores = [self.sp.get_score(i) for i in self.ordinary]
         return scores == [-i for i in range(len(scores))] and self.has_all_bytes
@@ -130,13 +130,13 @@ class SentencePiece:
 
     @property
     def ordinary(self) -> list[int]:
-        """The ids of pieces of text: they are no bytes, unk, bos, eos and so on."""
+        """The ids of pieces of text: all but bytes, unk and control symbols such as eos."""
         sp = self.sp
         kinds = (sp.is_control, sp.is_unknown, sp.is_byte)
         return [i for i in range(self.vocab_size) if not any(is_kind(i) for is_kind in kinds)]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of these ids. The marks of a conversation stand in it by their names."""
+        """Return the text of these ids, with the names of <|im_start|> and <|im_end|>."""
         names = {self.special_id(name): name for name in (IM_START, IM_END)}
         runs = [(name, list(run)) for name, run in groupby(ids, names.get)]
         return "".join(name * len(run) if name else self.sp.decode(run) for name, run in runs)
@@ -146,7 +146,7 @@ class SentencePiece:
         return token if self.sp.is_control(token) else -1
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 that a token adds to a text; a Chinese character can take 3 tokens."""
+        """Return the UTF-8 that a token adds to a text: a part of a character, if it is a byte."""
         if token >= self.vocab_size:  # a model may have a larger vocabulary than its tokenizer
             return b""
         piece = self.sp.id_to_piece(token)
@@ -170,10 +170,10 @@ CL100K_PATTERN = (
 
 
 def faster(pattern: str) -> str:
-    """Return a pattern that finds the same words, for those two in 0.6 of the time (bench/LOG.md).
+    """Return a pattern that finds the same words, for these two in 0.6 of the time (bench/LOG.md).
 
-    Only one branch looks ahead. With the branches before it in one group, tiktoken's engine runs
-    these as a single automaton. A possessive ++ would prevent that, and here + finds the same.
+    Only one branch looks ahead. If the branches before it form one group, tiktoken's engine runs
+    them as a single automaton. A possessive ++ would prevent that; here + matches the same.
     """
     if pattern not in (GPT2_PATTERN, CL100K_PATTERN):
         return pattern
@@ -221,17 +221,17 @@ class Tiktoken:
         self.prefix = [self.eos_id] if prefix is None else prefix
 
     @classmethod
-    def by_name(cls, name: str) -> "Tiktoken":
+    def from_name(cls, name: str) -> "Tiktoken":
         """Return an encoding of tiktoken, such as gpt2. Raises UserError if there is none."""
         import tiktoken
 
         if name not in tiktoken.list_encoding_names():
-            names = f"it takes train, char, byte, {', '.join(tiktoken.list_encoding_names())}"
-            raise UserError(f"--tokenizer {name}: no such file, and no such name; {names}")
+            names = f"known names: train, char, byte, {', '.join(tiktoken.list_encoding_names())}"
+            raise UserError(f"--tokenizer {name}: no such file or name; {names}")
         try:
             e = tiktoken.get_encoding(name)
         except (OSError, ValueError) as error:  # of requests, or a file with another hash
-            problem = f"--tokenizer {name}: cannot be downloaded ({type(error).__name__})"
+            problem = f"--tokenizer {name}: the download failed ({type(error).__name__})"
             raise UserError(f"{problem}; set TIKTOKEN_CACHE_DIR to a folder that has it") from None
         return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
 
@@ -239,10 +239,10 @@ class Tiktoken:
     def from_file(
         cls, path: str | Path, pattern: str = CL100K_PATTERN, special: dict | None = None, **options
     ) -> "Tiktoken":
-        """Return the tokenizer of a .tiktoken file, which has a line for each token: base64 and id.
+        """Return the tokenizer of a .tiktoken file, whose lines are the base64 and id of a token.
 
         The file does not contain the splitting pattern. The default is that of cl100k, Qwen and
-        Llama 3. Raises UserError for a file that cannot be read, or is damaged.
+        Llama 3. Raises UserError if the file cannot be read or is damaged.
         """
         try:
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
@@ -270,7 +270,7 @@ class Tiktoken:
         except BaseException as e:  # a panic in tiktoken's Rust code is not an Exception
             if type(e).__name__ != "PanicException":
                 raise
-            raise ValueError(f"tiktoken fails on it: {str(e).splitlines()[0][:80]}") from None
+            raise ValueError(f"tiktoken failed: {str(e).splitlines()[0][:80]}") from None
 
     def normalized(self, text: str) -> str:
         return unicodedata.normalize(self.normalize, text) if self.normalize else text
@@ -301,20 +301,20 @@ class Tiktoken:
 Tokenizer = SentencePiece | Tiktoken
 
 
-def facts_of(t: Tokenizer) -> list:
-    """Return what decides the meaning of every id."""
-    marks = [t.special_id(IM_START), t.special_id(IM_END)]
+def meaning_of_ids(t: Tokenizer) -> list:
+    """Return all that decides the meaning of the ids of a tokenizer."""
+    special_ids = [t.special_id(IM_START), t.special_id(IM_END)]
     texts = [t.token_bytes(i) for i in range(t.vocab_size)]
-    return [t.eos_id, t.normalize, marks, t.added, texts]
+    return [t.eos_id, t.normalize, special_ids, t.added, texts]
 
 
 def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether every id means the same in both tokenizers."""
-    return facts_of(a) == facts_of(b)
+    return meaning_of_ids(a) == meaning_of_ids(b)
 
 
 def open_tokenizer(path: str | Path, info: dict) -> Tokenizer:
-    """Return the tokenizer in a file. info: what save() returned when it wrote the file.
+    """Return the tokenizer in a file. info: the result of the save() that wrote the file.
 
     Raises UserError if the file is damaged.
     """

@@ -11,7 +11,7 @@ from configurator import UserError
 from hardware.disk import file_sha256
 from text.formats import Chunk
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
-from text.pool import over_input
+from text.pool import map_chunks
 from text.records import Tally, documents
 from text.settings import MADE_HERE, PrepareConfig
 from text.sources import Source
@@ -20,22 +20,22 @@ from text.tokenizer import IM_END, IM_START, SentencePiece, Tokenizer
 READING = "reading for the tokenizer"
 SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenizer is trained on
 
-# SentencePiece uses these four characters itself: there cannot be a token for one of them.
+# SentencePiece uses these four characters itself: no token can contain one of them.
 RESERVED = set("\0\x1f\u2581\u2585")
-CUT = "\0"  # in the texts that a tokenizer is trained on: no token reaches across it
+CUT = "\0"  # in the texts that a tokenizer is trained on: no token crosses it
 
 
 def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
     """Save the tokenizer that --tokenizer names in `folder`; return its description for meta.json.
 
-    One that is trained depends on the input and the settings alone.
+    A trained tokenizer depends on the input and the settings alone.
     """
     path = folder / SentencePiece.file
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
         task = partial(characters_of, cfg)
-        parts = over_input(READING, task, cfg, sources, workers, Tally())
+        parts = map_chunks(READING, task, cfg, sources, workers, Tally())
         characters = set(itertools.chain.from_iterable(parts))
         write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
     elif cfg.tokenizer == "byte":
@@ -62,7 +62,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict:
 
 
 def make_model(path: Path, sentences: list[str], **options) -> None:
-    """Let SentencePiece make a model that changes no text, and keeps all spaces."""
+    """Let SentencePiece train a model that changes no text and keeps all spaces."""
     import sentencepiece
 
     with open(path, "wb") as f:
@@ -81,9 +81,9 @@ def make_model(path: Path, sentences: list[str], **options) -> None:
 def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
     """Train a BPE tokenizer that can reproduce every text.
 
-    It writes a character outside the vocabulary as the bytes of its UTF-8. No token has anything
-    but line ends behind a line end: so the prompt <|im_start|>assistant and a line end has the same
-    tokens as in front of an answer. (It costs 0.3 to 0.5 % more tokens: bench/LOG.md.)
+    A character outside the vocabulary is encoded as the bytes of its UTF-8. In a token, only line
+    ends follow a line end. So a prompt of <|im_start|>assistant and a line end has the same tokens
+    as before an answer. (It costs 0.3 to 0.5 % more tokens: bench/LOG.md.)
     """
     try:
         make_model(
@@ -102,17 +102,17 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
         )
     except (RuntimeError, ValueError) as e:
         reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
-        # Its own advice names settings that we do not have.
+        # SentencePiece's advice names settings that prepare.py does not have.
         if fits := re.search(r"(required_chars. \d+ vs|set it to a value <=) (\d+)", reason):
             other = "byte" if "required_chars" in reason else "char"
-            reason = f"this input needs --vocab_size={fits[2]}, or --tokenizer={other}"
+            reason = f"for this input give --vocab_size={fits[2]}, or --tokenizer={other}"
         raise UserError(f"--vocab_size={vocab_size}: {reason}") from None
 
 
 def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
     """Make a tokenizer with one token for each of these characters, an unk and an eos.
 
-    with_bytes: it also has a token for each byte, and writes all other characters as the bytes of
+    with_bytes: it also has a token for each byte, and encodes all other characters as the bytes of
     their UTF-8. Otherwise, they are unk.
     """
     tokens = characters - RESERVED
@@ -156,7 +156,7 @@ def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> 
     capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
     sample: list[str] = []
     seen = 0  # excerpts so far
-    for texts in over_input(READING, partial(texts_of, cfg), cfg, sources, workers, Tally()):
+    for texts in map_chunks(READING, partial(texts_of, cfg), cfg, sources, workers, Tally()):
         for text in texts:
             for start in range(0, len(text), SAMPLE_LENGTH):
                 excerpt = text[start : start + SAMPLE_LENGTH]

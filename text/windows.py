@@ -1,22 +1,22 @@
 """The order of reading: which windows of tokens a run trains on.
 
-Window number 0, 1, ... of a run depends only on the seed, the data sets with their shares,
-block_size and `documents`. So a checkpoint stores one number, how many windows were read. A resumed
-run starts at the right window at once, and each rank computes its own share of a step.
+Window number 0, 1, ... of a run depends only on the seed, the data sets and their weights,
+block_size and `documents`. So a checkpoint stores one number: how many windows were read. A resumed
+run starts at the right window at once, and each rank finds its own windows of a step.
 
 The documents of a data set stand one after the other, each followed by an eos. The setting
 `documents` says what a window is, and what a token may see:
 
-    stream  a window begins and ends anywhere, and a token sees all tokens before it in the window
+    stream  a window starts and ends anywhere, and a token sees all tokens before it in the window
     mask    the same windows, but a token only sees those of its own document
     pack    windows are filled with whole documents (packing.py), with the same mask
-    pad     each window has one document; one that is longer is cut
+    pad     each window has one document; a longer document is cut
 
-In the last three, an eos counts as the first token of the document behind it: the model learns to
-begin a document after an eos, as it will when it writes. What stands before the first eos of a
-window is a document of its own.
+In the last three, an eos counts as the first token of the document after it: the model learns to
+start a document after an eos, as it will when it writes. The tokens before the first eos of a
+window count as a document of their own.
 
-text/dataset.py opens the files. Here is only what becomes of their tokens.
+text/dataset.py opens the files. This module only arranges their tokens.
 """
 
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ class DataSet:
     name: str
     folder: Path
     meta: dict
-    weight: Fraction  # its share of the run's windows; all weights add up to 1
+    weight: Fraction  # its fraction of the run's windows; all weights add up to 1
 
     def learned(self, split: str, loss_on: LossOn) -> dict[str, int]:
-        """Return {tokens, bytes} of what is learned of a split."""
+        """Return {tokens, bytes} of the text in a split that is learned."""
         counts = self.meta["splits"][split]
         return counts["answers"] if loss_on == "answers" else counts
 
@@ -51,38 +51,38 @@ class Rows(NamedTuple):
     """Windows as the model reads them."""
 
     ids: np.ndarray  # (B, T + 1); -1: padding
-    weights: np.ndarray | None  # (B, T): how much the loss of each target counts; None: all alike
-    eos_id: int | None  # a token sees only its own document, which an eos begins; None: all before
+    weights: np.ndarray | None  # (B, T): loss weight of each target; None: all alike
+    eos_id: int | None  # a token sees only its own document, which an eos starts; None: all before
 
 
 class Windows:
     """An endless sequence of windows over one split: T + 1 tokens each, and T tokens apart.
 
-    A window has one token more than T, because it gives both the inputs (its first T tokens) and
-    the targets (its last T tokens: the one that follows each input).
+    The first T tokens of a window are the inputs. The last T are the targets: the token after each
+    input.
 
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
     and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
 
     tokens: all token ids of the split, (n,). block_size: T. seed: of the run, and the number of the
-    data set. counting: of packing.py, says how much each target counts; None: all count alike.
+    data set. loss_weights: a LossWeights of packing.py; None: all targets count alike.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, counting: Any):
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, loss_weights: Any):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
-        self.counting = counting
-        self.weighted = counting is not None
-        self.cut = ""  # what becomes of documents that are longer than a window, in words
+        self.loss_weights = loss_weights
+        self.weighted = loss_weights is not None
+        self.cut = ""  # a sentence on documents that are longer than a window
         self.spacing = block_size  # from the start of one window to that of the next
         # Windows in an epoch: as many as fit at every offset from 0 to T - 1.
         self.n_windows = max(1, (len(tokens) - block_size) // block_size)
         # Windows for evaluation: as many as fit at offset 0.
         self.n_fixed = (len(tokens) - 1) // block_size
-        # The offset of an epoch is below this. Of few tokens, only some of all T offsets fit.
+        # The offset of an epoch is below this. If the tokens are few, some of the T do not fit.
         self.n_offsets = min(block_size, len(tokens) - self.n_windows * block_size)
-        # Two epochs are kept: a batch may contain the end of one and the beginning of the next.
+        # Two epochs are kept: a batch may contain the end of one and the start of the next.
         self.epoch = lru_cache(maxsize=2)(self.draw_epoch)
 
     def draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
@@ -91,7 +91,7 @@ class Windows:
         return int(rng.integers(self.n_offsets)), rng.permutation(self.n_windows)
 
     def start(self, number: int) -> int:
-        """Return where window `number` of the endless sequence begins in the split."""
+        """Return the position in the split at which window `number` of the sequence starts."""
         epoch, i = divmod(number, self.n_windows)
         offset, order = self.epoch(epoch)
         return offset + int(order[i]) * self.spacing
@@ -106,79 +106,79 @@ class Windows:
         return [int(i) * self.spacing for i in np.linspace(0, n - 1, count).round()]
 
     def row(self, start: int) -> np.ndarray:
-        """Return the ids (T + 1,) of the window that begins at `start`."""
+        """Return the ids (T + 1,) of the window that starts at `start`."""
         return self.tokens[start : start + self.block_size + 1].astype(np.int64)
 
     def targets(self, start: int) -> np.ndarray:
-        """Return where in the split the targets of a window are, (T,); -1: there is none."""
+        """Return the positions in the split of the targets of a window, (T,); -1: no target."""
         return np.arange(start + 1, start + 1 + self.block_size)
 
     def weights(self, start: int) -> np.ndarray:
-        """Return how much the loss of each target of a window counts, (T,)."""
+        """Return the loss weight of each target of a window, (T,)."""
         targets = self.targets(start)
         is_target = (targets >= 0).astype(np.float32)
-        return is_target if self.counting is None else is_target * self.counting.weights(targets)
+        return is_target if self.loss_weights is None else is_target * self.loss_weights.at(targets)
 
 
 class PackedWindows(Windows):
-    """Windows that are filled with whole documents, as packing.py has planned them: pack and pad.
+    """Windows that are filled with whole documents, by a plan of packing.py: pack and pad.
 
-    Each epoch visits them in another order. `start` is the number of a window in the plan here, and
-    not a token: with an offset of 0 and a spacing of 1, that is what Windows.start() returns.
+    Each epoch visits them in another order. Here `start` is the number of a window in the plan, not
+    the position of a token: with an offset of 0 and a spacing of 1, Windows.start() returns that.
 
-    plan: the pieces, and which of them each window has. eos_id: the token that begins a document.
+    plan: see packed(). eos_id: the token that starts a document.
     """
 
-    def __init__(self, *of_windows: Any, plan: tuple[np.ndarray, np.ndarray], eos_id: int):
-        super().__init__(*of_windows)
-        self.pieces, self.bounds = plan
+    def __init__(self, *args: Any, plan: tuple[np.ndarray, np.ndarray], eos_id: int):
+        super().__init__(*args)
+        self.spans, self.bounds = plan
         self.eos_id = eos_id
         self.n_windows = self.n_fixed = len(self.bounds) - 1
         self.n_offsets = self.spacing = 1
         self.weighted = True  # padding counts nothing
 
-    def places(self, window: int) -> np.ndarray:
-        """Return which token of the split stands at each place of a window, (T + 1,).
+    def positions(self, window: int) -> np.ndarray:
+        """Return the position in the split of each token of a window, (T + 1,).
 
-        -1: none of them, but an eos at the first place, and padding at all others.
+        -1: no token of the split, but an eos if it comes first, and padding elsewhere.
         """
-        pieces = self.pieces[self.bounds[window] : self.bounds[window + 1]].tolist()
-        tokens = np.concatenate([np.arange(start, start + count) for start, count in pieces])
+        spans = self.spans[self.bounds[window] : self.bounds[window + 1]].tolist()
+        tokens = np.concatenate([np.arange(start, start + count) for start, count in spans])
         if len(tokens) > self.block_size:  # T + 1: in a long document, no eos precedes it
             return tokens
-        places = np.full(self.block_size + 1, -1)
-        places[1 : len(tokens) + 1] = tokens
-        return places
+        positions = np.full(self.block_size + 1, -1)
+        positions[1 : len(tokens) + 1] = tokens
+        return positions
 
     def row(self, start: int) -> np.ndarray:
-        places = self.places(start)
-        ids = np.where(places >= 0, self.tokens[places].astype(np.int64), -1)
-        if places[0] < 0:
+        positions = self.positions(start)
+        ids = np.where(positions >= 0, self.tokens[positions].astype(np.int64), -1)
+        if positions[0] < 0:
             ids[0] = self.eos_id
         return ids
 
     def targets(self, start: int) -> np.ndarray:
-        places = self.places(start)
-        inputs, targets = places[:-1], places[1:]
-        # A target is learned if its input is the token before it in the split, or if it begins a
-        # document: then an eos is right before it. The rest of a document that was cut fails both:
-        # its window puts an eos before it, which says nothing of it. (A target of 0 or -1 has no
-        # token before it: what is read in its place does not change the result.)
-        begins_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
-        return np.where((inputs == targets - 1) | begins_document, targets, -1)
+        positions = self.positions(start)
+        inputs, targets = positions[:-1], positions[1:]
+        # A target is learned if its input is the token before it in the split, or if it starts a
+        # document: then the token before it is an eos. The tail of a document that was cut fails
+        # both: the eos that its window puts before it predicts nothing. A target of 0 or -1 has no
+        # token before it: the one that is read instead does not change the result.
+        starts_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
+        return np.where((inputs == targets - 1) | starts_document, targets, -1)
 
 
 class Loader:
-    """The windows of a run, from the training split of one data set, or of several that are mixed.
+    """The windows of a run, from the training split of one data set or of a mixture.
 
-    Mixing happens here and not in prepare.py. So other shares need no new tokens, every data set
-    keeps its own counts and hashes, and each window of a data set is still visited once in each of
-    its epochs.
+    Data sets are mixed here and not in prepare.py. So other weights need no new tokens, every data
+    set keeps its own counts and hashes, and each epoch of a data set still visits each of its
+    windows once.
 
-    Example: with the shares 7/10 and 3/10, the windows 0 to 9 come from the splits
-    1 0 0 1 0 0 1 0 0 0. After n windows, a split has had n x share of them, rounded down; of two
-    splits, the second has had the rest. Each further split may add 1 to the difference. pick()
-    computes this for any window without counting the windows before it.
+    Example: with the weights 7/10 and 3/10, the windows 0 to 9 come from the splits
+    1 0 0 1 0 0 1 0 0 0. After n windows, the first split has had n x weight of them, rounded down,
+    and the second split the rest. Each further split may add 1 to the difference. pick() computes
+    this for any window without counting the windows before it.
     """
 
     def __init__(self, splits: list[Windows], weights: list[Fraction], eos_id: int | None = None):
@@ -186,18 +186,18 @@ class Loader:
         self.splits = splits
         self.eos_id = eos_id
         self.weighted = any(windows.weighted for windows in splits)
-        # The share of each split in the windows that the splits before it leave.
-        self.share_of_rest = [w / sum(weights[k:]) for k, w in enumerate(weights)]
+        # The fraction that each split takes of the windows that the splits before it leave.
+        self.remaining_fractions = [w / sum(weights[k:]) for k, w in enumerate(weights)]
 
     def pick(self, number: int) -> tuple[int, int]:
         """Return (split, number in the sequence of that split) of window `number` of the run."""
-        for k, share in enumerate(self.share_of_rest):
+        for k, fraction in enumerate(self.remaining_fractions):
             # Split k takes this window if its whole number of windows grows with it.
-            taken = int(number * share)
-            if int((number + 1) * share) > taken:
+            taken = int(number * fraction)
+            if int((number + 1) * fraction) > taken:
                 return k, taken
             number -= taken  # the windows that split k leaves are numbered anew
-        raise AssertionError("the last split takes all windows that are left: its share is 1")
+        raise AssertionError("the last split takes all windows that are left: its fraction is 1")
 
     def starts(self, number: int, count: int) -> list[tuple[int, int]]:
         """Return (split, start) of `count` windows of the run, from window `number` on."""
@@ -205,7 +205,7 @@ class Loader:
         return [(k, self.splits[k].start(i)) for k, i in picked]
 
     def rows(self, starts: list[tuple[int, int]]) -> Rows:
-        """Return the windows that begin at `starts`."""
+        """Return the windows that start at `starts`."""
         ids = np.stack([self.splits[k].row(start) for k, start in starts])
         weights = None
         if self.weighted:

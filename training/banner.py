@@ -1,4 +1,4 @@
-"""What a run says before its first step: the lines that describe it, with warnings."""
+"""The banner: the lines that describe a run before its first step, with warnings."""
 
 import math
 import sys
@@ -13,8 +13,8 @@ from hardware.terminal import plural
 from model import GPT
 from text.windows import DataSet, Loader
 from training.huggingface import architecture_of, caveat
-from training.memory import Step, largest_batch, needed
-from training.plan import FAR_OFF, Plan, off
+from training.memory import Step, bytes_needed, largest_batch
+from training.plan import MAX_DEVIATION, Plan, deviation
 from training.settings import TrainConfig
 
 MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
@@ -31,7 +31,7 @@ def banner(
 ) -> str:
     """Return the lines that describe a run before its first step.
 
-    loader: the windows of the run. step: what the memory of a step depends on.
+    loader: of the run's windows. step: its sizes, for the prediction of memory.
     """
     c = model.config
     V = sets[0].meta["vocab_size"]
@@ -42,7 +42,7 @@ def banner(
     if loader.eos_id is not None:
         fraction = fraction_within(loader)
         attention = f"within a document: {fraction:.0%} of the T x T pairs of tokens"
-    size = needed(model, step)
+    size = bytes_needed(model, step)
     capacity = memory_capacity(machine.device)
 
     rows = {
@@ -63,13 +63,13 @@ def banner(
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
-    if plan.begun_step == 0 and cfg.init_from == "scratch":
+    if plan.start_step == 0 and cfg.init_from == "scratch":
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
 
 def rows_of_model(model: GPT, T: int) -> dict[str, str]:
-    """Return what a model is, for sequences of T tokens: heading -> text."""
+    """Return the description of a model, for sequences of T tokens: heading -> text."""
     c = model.config
     n = model.num_params()
     shape = f"{architecture_of(c).name}, {c.n_layer} layers x {c.n_embd}, {c.n_head} heads of "
@@ -99,9 +99,9 @@ def rows_of_plan(
     if sets:
         length += f" = {plan.epochs_at(plan.steps):,.2f} epochs of {cfg.dataset or sets[0].name}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
-    if (place := plan.place(plan.begun_step)) != plan.begun_step:
-        length += f"\nnote: earlier steps had another size: {place / plan.place(plan.steps):.1%} of"
-        length += " the run is done, and the schedule continues from there"
+    if (done := plan.position(plan.start_step)) != plan.start_step:
+        length += f"\nnote: earlier steps had another size: {done / plan.position(plan.steps):.1%}"
+        length += " of the run is done, and the schedule continues from there"
     if warning := repetition_warning(tokens + plan.epoch_shift, plan.step_tokens, cfg, sets):
         length += f"\n{warning}"
     ratio = f"{tokens / model.num_params()['total']:.3g}"
@@ -118,7 +118,7 @@ def describe_data(data: DataSet) -> str:
 def fraction_within(loader: Loader, count: int = 64) -> float:
     """Return the fraction of the T x T pairs of tokens of a window that are in one document.
 
-    This is a mean over the first windows of a run. Without a mask it is 1: attention looks at all.
+    This is the mean over the first `count` windows of a run. Without a mask it is 1.
     """
     if loader.eos_id is None:
         return 1.0
@@ -133,10 +133,10 @@ def fraction_within(loader: Loader, count: int = 64) -> float:
 
 
 def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str:
-    """Return a note on steps that take longer than a minute, or on a GPU that has little to do.
+    """Return a note if a step takes more than a minute, or if a GPU may wait for its host; else "".
 
-    It is "" otherwise. flops: of a micro-step, of which a step has `accum` on each device. peak:
-    TFLOPS of one device, of which 40 % are reached, or None.
+    flops: of a micro-step. A step has `accum` of them on each device. peak: TFLOPS of one device,
+    or None. The times assume 40 % of it.
     """
     seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
     if (step := accum * seconds / 0.4) > 60:
@@ -144,13 +144,13 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
         return f"note: a step takes about {step / 60:,.0f} min here, at 40 % of the peak: {shorter}"
     if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
         busier = "a larger --batch_size, or auto, may be faster"
-        return f"note: a micro-step is so short that the GPU may wait for its host: {busier}"
+        return f"note: micro-steps are so short that the GPU may wait for its host: {busier}"
     return ""
 
 
 def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
-    if off(step_tokens, cfg) <= FAR_OFF:
+    if deviation(step_tokens, cfg) <= MAX_DEVIATION:
         return ""
     ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
     return f"warning: {ratio}: set batch_tokens to a multiple of {cfg.block_size * world:,}"
@@ -159,8 +159,9 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
     """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
 
-    A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Nor does
-    fine-tuning, which reads few texts several times, or the padding of documents=pad.
+    A little more than MOST_EPOCHS is accepted, since a limit is rounded to whole steps. There is no
+    warning for fine-tuning, which reads few texts several times, or with documents=pad, where an
+    epoch contains padding.
     """
     if cfg.init_from != "scratch" or cfg.documents == "pad":
         return ""

@@ -1,4 +1,4 @@
-"""From windows of tokens to batches on the device."""
+"""Batches: from windows of tokens to tensors on the device."""
 
 import itertools
 import time
@@ -15,22 +15,22 @@ from training.plan import Plan
 
 
 class Batch(NamedTuple):
-    """What the model is called with in training: the first parameters of GPT.forward()."""
+    """The arguments of the model in training: the first parameters of GPT.forward()."""
 
     x: torch.Tensor  # inputs (B, T): the first T tokens of each window
     y: torch.Tensor  # targets (B, T): the last T; -1: none
-    weights: torch.Tensor | None = None  # (B, T): how much the loss of each target counts
-    eos_id: int | None = None  # a token sees only its own document, which an eos begins
+    weights: torch.Tensor | None = None  # (B, T): loss weight of each target
+    eos_id: int | None = None  # a token sees only its own document, which an eos starts
 
 
 def to_host(rows: Rows, device: torch.device) -> Batch:
-    """Return a batch in host memory; for CUDA in pinned memory, from which copies need no wait."""
+    """Return a batch in host memory; for CUDA in pinned memory, which is copied asynchronously."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         x = torch.from_numpy(array)
         return x.pin_memory() if device.type == "cuda" else x
 
-    # Copies, and not two views: torch.compile compiles for strides. Now all batches have the same.
+    # Copies, not views: torch.compile compiles for strides, and so all batches have the same.
     x, y = tensor(rows.ids[:, :-1].copy()), tensor(rows.ids[:, 1:].copy())
     return Batch(x, y, None if rows.weights is None else tensor(rows.weights), rows.eos_id)
 
@@ -41,7 +41,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if batch.weights is None:
         return Batch(x, y, None, batch.eos_id)
     weights = batch.weights.to(device, non_blocking=True)
-    # Padding is a token like any other where it is read, and counts nothing where it is predicted.
+    # As an input, padding is token 0. As a target, it is ignored.
     return Batch(x.clamp(min=0), y.masked_fill(weights == 0, -1), weights, batch.eos_id)
 
 
@@ -51,7 +51,7 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
 
 
 def first_batch(loader: Loader, plan: Plan, machine: Machine) -> Batch:
-    """Return a batch of the run's first windows, to try a step with."""
+    """Return a batch of the run's first windows, for a trial step."""
     return to_batch(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
 
 
@@ -64,9 +64,8 @@ def read_ahead(
     first + (m * world + rank) * B + r. So 4 ranks without accumulation and 2 ranks with two
     micro-steps read the same windows in a step.
 
-    A thread reads batches into host memory, and the copy of the next batch to the device begins
-    before the model trains on this one. Where the training has to wait for the thread all the same,
-    the clock counts the seconds.
+    A thread reads batches into host memory, and the copy of the next batch to the device starts
+    before the model trains on this one. The clock counts the seconds that training waits for data.
     """
     firsts = itertools.count(first + machine.rank * B, machine.world * B)
 

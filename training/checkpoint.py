@@ -1,6 +1,6 @@
 """Checkpoints: write them in the background, find them, delete them. resume.py reads them.
 
-A checkpoint is a Hugging Face model folder, with the files that a resumed run needs beside it:
+A checkpoint is a Hugging Face model folder, plus the files that a resumed run needs:
 
     out/RUN/ckpt/step_00001000/
         model.safetensors, config.json    the model, as training/huggingface.py writes it
@@ -11,13 +11,12 @@ A checkpoint is a Hugging Face model folder, with the files that a resumed run n
         train_config.json                 the settings of the run
         manifest.json                     size and SHA-256 of every other file
 
-A checkpoint is either complete or not there: it is written to a temporary folder next to the
-others, synced to the disk and renamed. A thread does this from a copy in host memory; training
-waits for that copy only. If the newest checkpoint turns out to be damaged, a resumed run takes the
-one before it.
+A checkpoint is either complete or missing: it is written to a temporary folder, synced to the disk
+and renamed. A thread does this from a copy in host memory; training waits for that copy only. If
+the newest checkpoint is damaged, a resumed run uses the previous one.
 
-Only folders named step_N in ckpt/ are deleted, and of them only files of the names that this
-program writes.
+Only folders named step_N in ckpt/ are deleted, and in them only files with names that this program
+writes.
 """
 
 import os
@@ -41,12 +40,12 @@ from hardware.disk import (
     json_bytes,
     lock_file,
     manifest,
-    put_in_place,
-    remove_only,
+    remove_files,
     sealed,
     set_aside,
+    sync_and_rename,
 )
-from hardware.machine import Machine, part, whole
+from hardware.machine import Machine, full_tensor, local_shard
 from model import GPTConfig
 from text.dataset import files_of
 from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
@@ -60,7 +59,7 @@ from training.report import Report
 from training.settings import TrainConfig
 
 # The files that train.py writes to a checkpoint.
-OUR_FILES = [
+CHECKPOINT_FILES = [
     MANIFEST,  # deleted first: a folder without it does not count as a checkpoint
     "model.safetensors",
     "config.json",
@@ -94,8 +93,8 @@ class Saver:
     keep: int  # how many of the newest checkpoints stay, in addition to the best one
     machine: Machine
     report: Report
-    step: int  # of the last checkpoint: that from which the run goes on, or 0
-    failed: str = ""  # why the last checkpoint could not be written; empty if it could
+    step: int  # of the last checkpoint; at first the one that the run resumes, or 0
+    failed: str = ""  # why the last checkpoint could not be written; "" if it was
     writing: Future | None = None
 
     def __post_init__(self) -> None:
@@ -110,8 +109,8 @@ class Saver:
     ) -> None:
         """Start to write the checkpoint of this step, if there is none yet. All ranks must call it.
 
-        It waits until the checkpoint before is on the disk. Raises UserError, on all ranks, if a
-        weight is not finite.
+        This waits until the previous checkpoint is on the disk. Raises UserError, on all ranks, if
+        a weight is not finite.
         """
         if progress.step == self.step:
             return
@@ -140,28 +139,28 @@ class Saver:
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
         """Write a checkpoint, rename it, and report it.
 
-        started: when the save began, by time.perf_counter(). If the disk is full or fails, this is
-        a warning: training goes on, since the earlier checkpoints are still there.
+        started: of the save, by time.perf_counter(). If the disk is full or fails, this prints a
+        warning, and training continues: the earlier checkpoints are still there.
         """
         target = self.folder / f"step_{state['step']:08d}"
-        draft = target.with_name(f".tmp_{target.name}")
+        temporary = target.with_name(f".tmp_{target.name}")
         try:
-            draft.mkdir(parents=True)
-            save_weights(architecture_of(self.config), self.config, weights, draft)
+            temporary.mkdir(parents=True)
+            save_weights(architecture_of(self.config), self.config, weights, temporary)
             for name, content in self.files.items():
-                (draft / name).write_bytes(content)
-            with open(draft / "train_state.pt", "wb") as file:
+                (temporary / name).write_bytes(content)
+            with open(temporary / "train_state.pt", "wb") as file:
                 torch.save(state, file)
-            (draft / MANIFEST).write_bytes(json_bytes(manifest(draft)))
+            (temporary / MANIFEST).write_bytes(json_bytes(manifest(temporary)))
             if os.path.lexists(target):
                 set_aside(target, f"{target.name}_kept")
-            put_in_place(draft, target)
+            sync_and_rename(temporary, target)
         except (OSError, RuntimeError, MemoryError) as e:  # torch.save() wraps an OSError
             with suppress(OSError):
-                remove_only(draft, OUR_FILES)
+                remove_files(temporary, CHECKPOINT_FILES)
             reason = getattr(e.__context__ or e, "strerror", None) or e
             self.failed = f"{target} could not be written ({reason})"
-            self.machine.say(f"warning: {self.failed}; training goes on")
+            self.machine.print0(f"warning: {self.failed}; training continues")
             return
         self.failed = ""
         self.report.saved(state["step"], target, time.perf_counter() - started)
@@ -169,14 +168,14 @@ class Saver:
     def prune(self, progress: Progress) -> None:
         """Delete older checkpoints, as soon as the last one is on the disk.
 
-        The evaluation that comes after a save may find that it is the best one.
+        Call it after the evaluation of the step, which may find that the new one is the best.
         """
         if self.writing and not progress.bad_in_a_row:  # after bad steps, older ones may be better
             done = (self.writing, progress.step, progress.best_step)
             self.writing = self.pool.submit(self.delete_older, *done)
 
     def delete_older(self, written: Future, step: int, best_step: int) -> None:
-        """Delete all checkpoints up to `step` but the best one and the `keep` newest others."""
+        """Delete the checkpoints up to `step`, except the best one and the `keep` newest others."""
         written.result()
         if self.failed:
             return
@@ -184,31 +183,31 @@ class Saver:
         others = [path for path in others if step_of(path) != best_step]
         try:
             for path in others[self.keep :]:
-                remove_only(path, OUR_FILES)  # the manifest first: then it does not count any more
+                remove_files(path, CHECKPOINT_FILES)  # the manifest first: it stops counting
         except OSError as e:
-            self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
+            self.machine.print0(f"warning: an older checkpoint could not be deleted ({e})")
 
 
 def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:
-    """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can mend that."""
-    finite = {name: part(p).isfinite().all() for name, p in model.named_parameters()}
+    """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can repair that."""
+    finite = {name: local_shard(p).isfinite().all() for name, p in model.named_parameters()}
     flags = torch.stack(list(finite.values())).tolist()  # one wait for all
     broken = next((name for name, good in zip(finite, flags, strict=True) if not good), "")
     if broken := max(machine.gather(broken)):
-        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
+        advice = "lower lr; --init_from=resume continues from the last checkpoint, if there is one"
         raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
 
 
 def to_host(state: Any, keep: bool) -> Any:
-    """Return a copy in host memory of the tensors in a state_dict, or in dicts of such.
+    """Return a copy in host memory of all tensors in a state_dict, which may be nested.
 
-    Sharded tensors are gathered one after the other, so all ranks must call this. Those that do not
-    keep the copy get None for each tensor.
+    Sharded tensors are gathered one by one, so all ranks must call this. On ranks with keep=False,
+    each tensor becomes None.
     """
     if isinstance(state, dict):
         return {k: to_host(v, keep) for k, v in state.items()}
     if isinstance(state, Tensor):
-        full = whole(state.detach())
+        full = full_tensor(state.detach())
         return full.to("cpu", copy=True) if keep else None
     return state
 
@@ -219,7 +218,7 @@ def shared_files(
     """Return name -> content of the files that are the same in each checkpoint of a run.
 
     They are read before the first step, since the data set may be gone when a checkpoint is
-    written. meta.json is that of the first data set, with the hashes of all data sets, which a
+    written. meta.json is that of the first data set, plus the hashes of all data sets, which a
     resumed run compares. If no tokenizer.json came with the tokenizer, one is made. If a data set
     has conversations, the files include a chat template. c: the shape of the model.
     """
@@ -251,22 +250,22 @@ def shared_files(
 
 
 def lock_run(folder: Path) -> FileLock:
-    """Lock out/RUN until the lock is released, and clean up after a process that was killed there.
+    """Lock out/RUN until the lock is released, and remove what a killed process left there.
 
     Raises UserError if another process holds the lock, or if ckpt is a link: it may lead to the
     checkpoints of another run, which would be pruned.
     """
     if (folder / "ckpt").is_symlink():
-        raise UserError(f"{folder / 'ckpt'} is a link: out/RUN or out may be one, but not ckpt")
-    advice = "stop it (a killed torchrun leaves its workers behind), or choose another --run_name"
+        raise UserError(f"{folder / 'ckpt'} is a link: link out/RUN or out instead")
+    advice = "stop it, and the workers of a killed torchrun, or choose another --run_name"
     lock = lock_file(folder / LOCK, advice)
-    for draft in folder.glob("ckpt/.tmp_step_*"):
-        remove_only(draft, OUR_FILES)
+    for temporary in folder.glob("ckpt/.tmp_step_*"):
+        remove_files(temporary, CHECKPOINT_FILES)
     return lock
 
 
 def replace_run(folder: Path, lock: FileLock) -> FileLock:
-    """Rename an earlier run to RUN.old, and return the lock of a new folder of its name."""
+    """Rename an earlier run to RUN.old, and return the lock of a new folder RUN."""
     if not holds_files(folder):
         return lock
     earlier = set_aside(folder, f"{folder.name}.old")
@@ -284,9 +283,9 @@ def holds_files(folder: Path) -> bool:
 
 
 def newest_run(out_dir: Path) -> Path | None:
-    """Return the run, out_dir/RUN, that saved a checkpoint last, or None if there is none.
+    """Return the run, out_dir/RUN, with the newest checkpoint, or None if there is none.
 
-    Runs that --overwrite has renamed do not count.
+    Runs that --overwrite has renamed are ignored.
     """
     saved = {}  # run -> time of its newest checkpoint
     for ckpt_dir in out_dir.glob("*/ckpt"):
@@ -300,8 +299,8 @@ def newest_run(out_dir: Path) -> Path | None:
 def losses_of(run: Path) -> dict[Path, float]:
     """Return the validation loss of each checkpoint of a run, newest first.
 
-    Left out are those that were not evaluated, or on other data than the last one. Raises UserError
-    if metrics.jsonl is damaged.
+    Checkpoints that were not evaluated, or on other data than the last one, are left out. Raises
+    UserError if metrics.jsonl is damaged.
     """
     losses = evaluations(read_metrics(run / "metrics.jsonl"))
     checkpoints = complete_checkpoints(run / "ckpt")
@@ -315,7 +314,7 @@ def numbered(ckpt_dir: Path) -> list[Path]:
     """
     try:
         names = os.listdir(ckpt_dir)
-    except (FileNotFoundError, NotADirectoryError):  # the latter: behind nanoGPT's ckpt.pt
+    except (FileNotFoundError, NotADirectoryError):  # the latter: under a file, nanoGPT's ckpt.pt
         return []
     paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
     return sorted(paths, key=step_of, reverse=True)
@@ -335,19 +334,19 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 
 
 def intact_checkpoint(ckpt_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose files have the hashes of its manifest; None if none."""
+    """Return the newest checkpoint whose files match its manifest, or None."""
     for path in numbered(ckpt_dir):
         problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
         if not problem:
             return path
-        note(f"{problem}: damaged; the checkpoint before it is taken, if there is one")
+        note(f"{problem}: damaged; the previous checkpoint is used, if there is one")
     return None
 
 
 def set_newer_aside(checkpoint: Path) -> None:
-    """Rename the checkpoints that are newer to step_N_kept: they are damaged.
+    """Rename newer checkpoints, which are damaged, to step_N_kept.
 
-    The run that goes on from this one will write these steps again.
+    The run that continues from this one will write these steps again.
     """
     for path in numbered(checkpoint.parent):
         if step_of(path) > step_of(checkpoint):

@@ -1,4 +1,4 @@
-"""What a model has learned: its loss on fixed windows of tokens, and a text that it writes."""
+"""Evaluation: the loss of a model on fixed windows of tokens, and a text that it writes."""
 
 import codecs
 import itertools
@@ -25,13 +25,13 @@ from training.settings import TrainConfig
 def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[Windows]]:
     """Return the windows of each evaluated loss: one Windows for each data set.
 
-    val_loss and train_eval_loss, on val.bin and train.bin, are those of documents=stream, whatever
-    the setting is: so runs can be compared. val_document_loss is on the tokens of val.bin, packed:
+    val_loss and train_eval_loss, on val.bin and train.bin, use documents=stream whatever the
+    setting is, so that runs can be compared. val_document_loss is on val.bin with documents=pack:
     each document is read alone. With loss_on=answers, each window has one conversation.
     Raises UserError if no answer would be evaluated.
     """
     T, loss_on = cfg.block_size, cfg.loss_on
-    # A window that begins within an answer would ask for the rest of it without the question.
+    # A window that starts within an answer would ask for its rest without the question.
     documents = "pad" if loss_on == "answers" else "stream"
     kinds = {
         "val_loss": ("val", documents),
@@ -45,13 +45,13 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
     for data, *both in zip(sets, windows["val_loss"], windows["val_document_loss"], strict=True):
         for one in both:
             if not any(one.weights(start).any() for start in one.fixed_starts(cfg.eval_tokens)):
-                problem = f"no answer of {data.name} is in a window that is evaluated"
-                raise UserError(f"loss_on=answers: {problem}: raise block_size, or --val_fraction")
+                problem = f"no answer of {data.name} is in an evaluated window"
+                raise UserError(f"loss_on=answers: {problem}: raise block_size or --val_fraction")
     return windows
 
 
 def prompt_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of sample_prompt: of a question, if the model learns answers.
+    """Return the ids of sample_prompt, which is a question with loss_on=answers.
 
     Raises UserError if they are more than block_size, or if the prompt cannot be encoded.
     """
@@ -73,16 +73,16 @@ def val_hashes(sets: list[DataSet]) -> dict[str, str]:
 
 
 def judged_by(cfg: TrainConfig, hashes: dict[str, str]) -> dict[str, Any]:
-    """Return what a validation loss depends on beside the weights. hashes: as of val_hashes().
+    """Return what a validation loss depends on, apart from the model. hashes: see val_hashes().
 
-    Two losses can be compared if this was the same for both. (A run keeps its block_size and its
-    loss_on.)
+    Two losses of a run can be compared if this was the same for both. A run keeps its block_size
+    and its loss_on.
     """
     names, weights = names_and_weights(cfg.dataset)
     total = sum(weight or 1 for weight in weights)
-    shares = [str((weight or 1) / Fraction(total)) for weight in weights]
-    shared = sorted([hashes[name], share] for name, share in zip(names, shares, strict=True))
-    return {"shares": shared, "eval_tokens": cfg.eval_tokens}
+    fractions = [str((weight or 1) / Fraction(total)) for weight in weights]
+    pairs = sorted([hashes[name], part] for name, part in zip(names, fractions, strict=True))
+    return {"shares": pairs, "eval_tokens": cfg.eval_tokens}
 
 
 def evaluate_all(
@@ -96,8 +96,8 @@ def evaluate_all(
 ) -> dict[str, list[float]] | None:
     """Return the losses of evaluation_windows(): a key -> one loss for each data set.
 
-    On train.bin, as many tokens are evaluated as on val.bin. Return None if a signal has
-    arrived at any rank. signals: those of this rank.
+    On train.bin, as many tokens are evaluated as on val.bin. Return None if a signal has arrived at
+    any rank. signals: those of this rank.
     """
     losses: dict[str, list[float]] = {}
     for key, windows_of_sets in windows.items():
@@ -125,12 +125,12 @@ def evaluate(
     bar: bool = False,
     signals: Sequence[int] = (),
 ) -> float | None:
-    """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: on all).
+    """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: all of it).
 
-    It is NaN if no token of them counts, and None if a signal arrives at any rank.
+    It is NaN if none of these tokens counts, and None if a signal arrives at any rank.
 
-    The windows are always the same ones. The ranks take turns, with B windows at a time.
-    eos_id: a token sees only its own document, which this token begins; None: all before it.
+    The windows are always the same. The ranks take turns, with B windows each.
+    eos_id: a token sees only its own document, which this token starts; None: all before it.
     bar: show a progress bar if stderr is a terminal.
     """
     loader = Loader([windows], [Fraction(1)], eos_id)
@@ -143,8 +143,8 @@ def evaluate(
     for start in ProgressBar("evaluating", batches, disable=None if bar else True):
         if any_signal(signals, machine):
             return None
-        # All batches have B windows, so that the model sees a single shape. Past the last window
-        # the first ones fill the batch; their targets are set to -1, which the loss ignores.
+        # All batches have B windows, so that the model sees a single shape. The first windows fill
+        # the last batch; their targets are set to -1, which the loss ignores.
         rows = loader.rows([(0, starts[i % count]) for i in range(start, start + B)])
         x, y, _, _ = to_batch(rows, machine.device)
         y[max(0, count - start) :] = -1
@@ -165,14 +165,14 @@ def write_text(
     machine: Machine,
     signals: Sequence[int] = (),
 ) -> str | None:
-    """Return what the model writes after a prompt: `length` tokens, or fewer if the document ends.
+    """Return the model's continuation of a prompt: `length` tokens, or fewer if the document ends.
 
     Return None if a signal arrives at any rank. prompt: token ids.
-    The random choices are always the same ones. A training that goes on afterwards is not changed,
-    since it sets the seed of each of its steps.
+    The seed of the random choices is fixed. This does not change the training, which sets a seed
+    before each step.
 
-    All tokens are made even if the document ends early. So all ranks call the model equally often,
-    which they must if each holds a part of the weights.
+    All tokens are generated even if the document ends early, so that all ranks call the model
+    equally often: with sharded weights they must.
     Raises ArithmeticError if the output of the model is not finite.
     """
     torch.manual_seed(seed)
@@ -180,16 +180,16 @@ def write_text(
     model.eval()  # no dropout
     tokens = []
     try:
-        # The low temperature suits a model that has not learned much.
+        # A low temperature suits a model that has not learned much.
         for token in model.generate(idx, length, temperature=0.5):
             tokens.append(token)
             if any_signal(signals, machine):
                 return None
     finally:
         model.train()
-    # The second is what ends an answer. Its name is not imported: the loop needs no text/tokenizer.
+    # The second ends an answer. Its name is not imported, since the loop needs no text/tokenizer.
     ends = {tokenizer.eos_id, tokenizer.special_id("<|im_end|>")}
     ids = itertools.takewhile(lambda token: token not in ends, torch.cat(tokens).tolist())
     text = b"".join(map(tokenizer.token_bytes, ids))
-    # This decoder leaves out the last character if its bytes are not complete.
+    # This decoder drops the last character if its bytes are incomplete.
     return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(text)

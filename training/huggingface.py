@@ -1,17 +1,16 @@
-"""Hugging Face's model format, written and read: config.json, and the weights as safetensors.
+"""Read and write Hugging Face's model format: config.json, and the weights as safetensors.
 
     to_config() and save_weights()
-        make the config.json and the weights of a folder that transformers opens, by
+        make the config.json and the weights of a folder that transformers opens with
         AutoModelForCausalLM.from_pretrained(folder)
     from_pretrained(folder)
         reads a GPT2LMHeadModel, or the Llama, Qwen2 or Qwen3 ...ForCausalLM, in one file
         or in shards; also nanoGPT's ckpt.pt
     load_tensors(path)
-        reads what torch.save() has written, and executes nothing of it
+        reads a file of torch.save() without executing anything in it
 
-If config.json asks for something that model.py does not compute, it is refused, and the error names
-it. Nothing that is read can execute code, and no file can make this program read a file outside its
-folder.
+A config.json with a setting that model.py does not compute is refused, and the error names the
+setting. No file that is read can execute code, or make this program read a file outside its folder.
 """
 
 import os
@@ -27,27 +26,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
 from configurator import UserError
-from hardware.disk import MANIFEST, damage, only_plain, read_object
+from hardware.disk import MANIFEST, check_regular_file, damage, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 
 Weights = dict[str, torch.Tensor]  # name -> value
 
 # --------------------------------------------------------------------------------------------------
-# The words of each class, by which both directions go
+# The names that each class of transformers uses, for reading and writing
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a class of transformers says what GPTConfig and the names of our parameters say."""
+    """The names and values that a class of transformers uses for GPTConfig and our parameters."""
 
     name: str
     model_type: str
     fixed: dict[str, Any]  # fields of GPTConfig that are the same in all models of the class
     keys: dict[str, str]  # each other field of GPTConfig -> its key in config.json
-    # Key -> what transformers takes where config.json lacks it. (The classes differ in the number
-    # of key/value heads and in head_dim. If a file lacks these, its tensors show what they are.)
+    # Key -> the default of transformers. (The classes have different defaults for the number of
+    # key/value heads and head_dim. If a file lacks these, the shapes of its tensors give them.)
     defaults: dict[str, Any]
-    modules: dict[str, str]  # our name of a module -> its name there; of qkv, three names
+    modules: dict[str, str]  # our name of a module -> its name in the class; for qkv, three names
 
 
 GPT2 = Architecture(
@@ -94,23 +93,23 @@ LLAMA = replace(
     QWEN3, name="LlamaForCausalLM", model_type="llama", fixed=PRESETS["llama"],
     keys=QWEN3.keys | dict(bias="attention_bias"),
 )  # fmt: skip
-OURS = Architecture(  # for what no class computes
+OURS = Architecture(  # for shapes that no class computes
     "GPT", "gpt", {}, {field.name: field.name for field in fields(GPTConfig)},
     {field.name: field.default for field in fields(GPTConfig)}, {},
 )  # fmt: skip
 ONLY_OURS = "no transformers class computes this architecture: only this project loads it"
 # Activation in a config.json of GPT-2 -> GPTConfig.mlp.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-FIRST_LENGTH = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Kind of scaling -> the names of GPTConfig.rope_scaling's numbers in a config.json.
 ROPE = {
     "default": [],
     "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH],
 }
-# Settings with the only value that is computed here: what the four classes read besides, and the
-# factors and caps of related classes. All other settings of a config.json are ignored: who wrote
-# it, how the model was trained and is sampled from.
+# Settings with the only value that model.py computes: other settings that the four classes read,
+# and the factors and caps of related classes. All other settings of a config.json are ignored, such
+# as its author and the settings of training and sampling.
 FIXED = dict(
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
     is_causal=True, use_sliding_window=False, layer_types=[], partial_rotary_factor=1.0,
@@ -120,19 +119,19 @@ FIXED = dict(
 
 
 def architecture_of(c: GPTConfig) -> Architecture:
-    """Return in which words a model of this shape is written.
+    """Return the architecture in which a model of this shape is written.
 
-    They are those of the class in which c can be said: reading them gives c again, in every field.
+    It is the first whose config.json gives back c, in every field.
     """
     for a in (GPT2, LLAMA, QWEN2, QWEN3):
         with suppress(ValueError):
-            if type(c)(**asdict(from_config(in_words_of(a, c)))) == c:
+            if type(c)(**asdict(from_config(hf_settings(a, c)))) == c:
                 return a
     return OURS
 
 
 def caveat(c: GPTConfig) -> str:
-    """Return which programs cannot open a checkpoint of this shape; empty if all can."""
+    """Return a sentence on programs that cannot open a checkpoint of this shape, or ""."""
     name = architecture_of(c).name
     if name == OURS.name:
         return ONLY_OURS
@@ -157,11 +156,11 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
     content |= {"bos_token_id": bos_id, "eos_token_id": eos_id}
     if a is OURS:
         content["note"] = ONLY_OURS
-    return content | in_words_of(a, c)
+    return content | hf_settings(a, c)
 
 
-def in_words_of(a: Architecture, c: GPTConfig) -> dict[str, Any]:
-    """Return what a config.json of this architecture says of the shape c."""
+def hf_settings(a: Architecture, c: GPTConfig) -> dict[str, Any]:
+    """Return the settings of a config.json of this architecture for the shape c."""
     settings = {key: getattr(c, field) for field, key in a.keys.items()}
     settings["model_type"] = a.model_type
     if a is GPT2:
@@ -172,7 +171,7 @@ def in_words_of(a: Architecture, c: GPTConfig) -> dict[str, Any]:
         settings |= dict(hidden_act="silu", attention_bias=c.bias, mlp_bias=c.bias)
         kind, numbers = rope_scaling(settings.pop("rope_scaling"))
         if kind:
-            # transformers wants a length that is a whole number.
+            # transformers needs a length that is an int.
             numbers = [int(n) if n == int(n) else n for n in numbers]
             names = ROPE[kind]
             settings["rope_scaling"] = {"rope_type": kind} | dict(zip(names, numbers, strict=True))
@@ -183,31 +182,31 @@ def from_config(d: dict) -> GPTConfig:
     """Return the GPTConfig that a config.json describes.
 
     Raises ValueError for an architecture that model.py does not have, for a value that a field does
-    not accept, and for a setting that changes the logits in a way that is not computed here.
+    not accept, and for a setting that changes the logits in a way that model.py does not compute.
     """
-    of_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, OURS)}
+    by_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, OURS)}
     model_type = d.get("model_type")
-    if model_type not in of_type:
+    if model_type not in by_type:
         name = f"model_type={model_type!r} of {d.get('architectures')}"
-        raise ValueError(f"{name} is none of {', '.join(of_type)}")
-    a = of_type[model_type]
+        raise ValueError(f"{name} is not one of {', '.join(by_type)}")
+    a = by_type[model_type]
     settings = a.defaults | {k: v for k, v in d.items() if v is not None}
     if a not in (GPT2, OURS):
         unpack_rope(settings)
     shape = a.fixed | {field: settings.pop(key) for field, key in a.keys.items()}
     if a is GPT2:
         shape["mlp"] = GELUS.get(shape["mlp"], f"activation_function {shape['mlp']}")
-    # In GPTConfig, 0 stands for what null stands for here.
-    c = checked({field: 0 if value is None else value for field, value in shape.items()})
+    # In GPTConfig, 0 means what null means in config.json.
+    c = checked_shape({field: 0 if value is None else value for field, value in shape.items()})
 
     expected = {}
     if a is OURS:
         unknown = [key for key in d.keys() - to_config(c).keys() if d[key] and key[0] != "_"]
-        if unknown:  # a field of a later version, or what another program has added
+        if unknown:  # a field of a later version, or of another program
             advice = "if it does not change the model, delete the line"
-            raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not known here: {advice}")
+            raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not supported: {advice}")
     else:
-        expected = FIXED | in_words_of(a, c)
+        expected = FIXED | hf_settings(a, c)
     layer_types = settings.get("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
     for key in settings.keys() & expected.keys() - {"n_ctx", "embd_pdrop", "attn_pdrop"}:
@@ -217,15 +216,15 @@ def from_config(d: dict) -> GPTConfig:
 
 
 def unpack_rope(settings: dict[str, Any]) -> None:
-    """Bring the settings of RoPE into the form of GPTConfig's rope_theta and rope_scaling.
+    """Convert the settings of RoPE to GPTConfig's rope_theta and rope_scaling.
 
-    transformers 5 has one object, rope_parameters, in place of the two. A scaling of the type
-    "default" scales nothing.
+    transformers 5 has one object, rope_parameters, instead of the two. A scaling of the type
+    "default" is none.
     """
     rope = settings.pop("rope_parameters", {})
     scaling = settings.pop("rope_scaling", None) or rope
     if rope and scaling != rope:
-        raise ValueError("rope_scaling beside rope_parameters is not supported")
+        raise ValueError("both rope_scaling and rope_parameters: not supported")
     numbers = {key: value for key, value in scaling.items() if value is not None}
     kind = numbers.pop("rope_type", numbers.pop("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -237,7 +236,7 @@ def unpack_rope(settings: dict[str, Any]) -> None:
     settings["rope_scaling"] = "" if kind == "default" else spec
 
 
-def checked(shape: dict[str, Any]) -> GPTConfig:
+def checked_shape(shape: dict[str, Any]) -> GPTConfig:
     """Return GPTConfig(**shape). Raises ValueError if a value is of another type, or too large."""
     for field in fields(GPTConfig):
         value = shape.get(field.name, field.default)
@@ -256,13 +255,13 @@ def checked(shape: dict[str, Any]) -> GPTConfig:
 # --------------------------------------------------------------------------------------------------
 # Weights
 
-EMBEDDINGS = ("wte.weight", "lm_head.weight")  # their rows are padded: model.py
+EMBEDDINGS = ("wte.weight", "lm_head.weight")  # model.py pads their rows
 
 
 def hf_names(a: Architecture, name: str) -> list[str]:
-    """Return the names that one of our parameters has there.
+    """Return the names of one of our parameters in the class.
 
-    For qkv these are three where the class keeps q, k and v in three matrices, as Llama does.
+    For qkv these are three if the class keeps q, k and v in three matrices, as Llama does.
     """
     module, leaf = name.rsplit(".", 1)
     prefix = ""
@@ -277,10 +276,10 @@ def is_transposed(a: Architecture, name: str, w: torch.Tensor) -> bool:
     return a is GPT2 and name.startswith("blocks.") and w.dim() == 2
 
 
-def stored_as(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> Weights:
-    """Return one of our parameters as the class stores it: its names there -> the values.
+def hf_tensors(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> Weights:
+    """Return one of our parameters as the class stores it: name in the class -> value.
 
-    The padding of the vocabulary is cut off, and GPT-2's matrices are transposed.
+    The padding of the vocabulary is removed, and GPT-2's matrices are transposed.
     """
     if name in EMBEDDINGS:
         w = w[: c.vocab_size]
@@ -297,9 +296,9 @@ def to_state(a: Architecture, c: GPTConfig, parameters: Weights) -> Weights:
     """Return our parameters as the class stores them, under its names."""
     stored = {}
     for name, w in parameters.items():
-        stored |= stored_as(a, c, name, w)
+        stored |= hf_tensors(a, c, name, w)
     if a is GPT2 and not c.bias:
-        # The class always has biases here. Biases of zero compute the same as none.
+        # The class always has biases here. Zero biases compute the same as none.
         for key in [key for key in stored if ".h." in key or ".ln_f." in key]:
             stored[key.removesuffix("weight") + "bias"] = w.new_zeros(stored[key].size(-1))
     return stored
@@ -309,9 +308,8 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
     """Return our parameters from those that the class stores: the inverse of to_state().
 
     parameters: those of the model, on the meta device.
-    Raises ValueError, which names the tensor, if one is missing, if one belongs to no part of the
-    model, if one is not what config.json says, or if one is not finite: even if the texts never use
-    such a number, no checkpoint could be saved.
+    Raises ValueError, which names the tensor, if one is missing, if the model has no such tensor,
+    if one does not match config.json, or if one is not finite: Saver could not save it.
     """
     a = architecture_of(c)
     unused = dict(stored)
@@ -320,11 +318,11 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
     state = {}
     for name, ours in parameters.items():
         parts = []
-        for key, expected in stored_as(a, c, name, ours).items():
+        for key, expected in hf_tensors(a, c, name, ours).items():
             w = unused.pop(key, None)
             if w is None or w.shape != expected.shape or not w.is_floating_point():
                 shape = tuple(expected.shape)
-                raise ValueError(f"there is no tensor {key} of the shape {shape}, of floats")
+                raise ValueError(f"there is no floating-point tensor {key} of shape {shape}")
             if not w.float().isfinite().all():
                 raise ValueError(f"{key} holds NaN or infinity")
             parts.append(w)
@@ -340,8 +338,8 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
         tied = c.tie_embeddings and key == "lm_head.weight" and torch.equal(w.float(), wte)
         zero = key.endswith(".bias") and not w.any()
         if c.tie_embeddings and key == "lm_head.weight" and not tied:
-            problem = "tie_word_embeddings is true in config.json (or there by default)"
-            raise ValueError(f"{problem}, but {key} is another matrix: if it is right, say false")
+            problem = "tie_word_embeddings is true in config.json or by default"
+            raise ValueError(f"{problem}, but {key} is another matrix: if it is right, set false")
         if not (tied or zero or key.endswith(constants)):
             raise ValueError(f"{key} belongs to no part of this architecture")
     return state
@@ -350,14 +348,14 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
 # --------------------------------------------------------------------------------------------------
 # Folders
 
-NANOGPT = ".pt"  # ends the name of a checkpoint of nanoGPT, which is a file
+NANOGPT = ".pt"  # suffix of a checkpoint of nanoGPT, which is a file
 
 
 def save_weights(a: Architecture, c: GPTConfig, parameters: Weights, folder: Path) -> None:
     """Write model.safetensors to a folder. Its config.json is to_config(c).
 
-    a: architecture_of(c). parameters: name -> value, under our names, on the CPU. A matrix that wte
-    and lm_head share is there once, as wte.weight.
+    a: architecture_of(c). parameters: our name -> value, on the CPU. A matrix that wte and lm_head
+    share is stored once, as wte.weight.
     """
     # Not save_file(): its files can only be read by their owner (safetensors 0.8.0).
     stored = {name: w.detach() for name, w in to_state(a, c, parameters).items()}
@@ -365,13 +363,13 @@ def save_weights(a: Architecture, c: GPTConfig, parameters: Weights, folder: Pat
 
 
 def unverified(path: Path) -> str:
-    """Return what to tell the user about a model without a manifest; empty if it has one."""
+    """Return a remark for the user on a model without a manifest; "" if it has one."""
     return "" if (path / MANIFEST).exists() else f"not verified: it has no {MANIFEST}"
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn an error that a damaged file can cause into a UserError of one line, with its path."""
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn the errors that a damaged file can cause into a UserError of one line, with its path."""
     try:
         yield
     except OSError as e:
@@ -382,26 +380,26 @@ def naming(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: damaged ({type(e).__name__}: {e})") from None
 
 
-def shape_in(path: str | Path) -> GPTConfig:
+def read_shape(path: str | Path) -> GPTConfig:
     """Return the shape of the model that from_pretrained() returns. Raises UserError like it."""
     path = Path(path)
     if path.suffix == NANOGPT and path.is_file():
         return read_nanogpt(path)[0]
     if not (path / "config.json").exists():
-        problem = "no folder of a model on this disk (it has no config.json)"
-        raise UserError(f"{path}: {problem}, and nothing is downloaded")
-    with naming(path / "config.json"):
+        problem = "not a model folder on this disk: it has no config.json"
+        raise UserError(f"{path}: {problem}; nothing is downloaded")
+    with file_errors(path / "config.json"):
         return from_config(read_object(path / "config.json"))
 
 
 def from_pretrained(path: str | Path, verify: bool = True, **overrides: Any) -> GPT:
     """Return the model of a folder, or of nanoGPT's ckpt.pt, on the CPU in fp32.
 
-    verify: False: another process compares the files with their manifest. overrides: fields of
-    GPTConfig, such as dropout. Raises UserError, in one line, if a file is
-    missing, damaged or not safe to read, or asks for something that model.py does not compute.
+    verify: False if another process compares the files with their manifest. overrides: fields of
+    GPTConfig, such as dropout. Raises UserError if a file is missing, damaged or not safe to read,
+    or has a setting that model.py does not compute.
 
-    A folder that this program wrote has a manifest, and its files are verified by that. Folders of
+    A folder that this program wrote has a manifest, by which its files are verified. Folders of
     other programs have none: unverified() says so.
     """
     path = Path(path)
@@ -409,16 +407,16 @@ def from_pretrained(path: str | Path, verify: bool = True, **overrides: Any) -> 
     has_manifest = verify and (path / MANIFEST).exists()
     if has_manifest and (problem := damage(path, names, names)):
         raise UserError(f"{problem}; if you changed it yourself, delete {MANIFEST}")
-    is_nanogpt = path.suffix == NANOGPT
-    config, stored = read_nanogpt(path) if is_nanogpt else (shape_in(path), read_safetensors(path))
-    with naming(path if is_nanogpt else path / "model.safetensors"):
-        # First, because no file may make this program build more layers than it has weights for.
+    nanogpt = path.suffix == NANOGPT
+    config, stored = read_nanogpt(path) if nanogpt else (read_shape(path), read_safetensors(path))
+    with file_errors(path if nanogpt else path / "model.safetensors"):
+        # First, so that no file makes this program build more layers than it has weights for.
         if config.n_layer > len(stored):
             raise ValueError(f"there is no tensor of layer {len(stored)}")
-        with torch.device("meta"):  # the weights are those of `state`, not copies of them
+        with torch.device("meta"):  # `state` has the weights: they are not copied
             model = GPT(replace(config, **overrides))
         state = from_state(config, stored, dict(model.named_parameters()))
-    # Not strict, because a tied head, which is wte, is not in `state`.
+    # Not strict, because `state` does not have a tied head, which is wte.
     model.load_state_dict(state, strict=False, assign=True)
     if config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
@@ -431,18 +429,18 @@ def read_safetensors(folder: Path) -> Weights:
     index = folder / "model.safetensors.index.json"
     if not (folder / names[0]).exists():
         if not index.exists():
-            advice = "pytorch_model.bin could execute anything; transformers can save it anew"
-            raise UserError(f"{folder}: there is no model.safetensors ({advice})")
-        with naming(index):
+            advice = "save the model again with transformers; pytorch_model.bin could execute code"
+            raise UserError(f"{folder}: there is no model.safetensors: {advice}")
+        with file_errors(index):
             names = sorted({str(name) for name in read_object(index)["weight_map"].values()})
             for name in names:
                 if not name or Path(name).name != name or not name.isprintable():
-                    raise ValueError(f"{name[:80]!r} is not in this folder: not read")
+                    raise ValueError(f"it names {name[:80]!r}, a file outside this folder")
     stored = {}
     for name in names:
         path = folder / name
-        with naming(path):
-            only_plain(path)
+        with file_errors(path):
+            check_regular_file(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
     return stored
 
@@ -450,15 +448,15 @@ def read_safetensors(folder: Path) -> Weights:
 def read_nanogpt(path: Path) -> tuple[GPTConfig, Weights]:
     """Return the shape and the weights of a checkpoint that nanoGPT's train.py wrote.
 
-    The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises UserError if it
-    is not such a checkpoint.
+    The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises UserError if the
+    file is not such a checkpoint.
     """
-    with naming(path):
-        only_plain(path)
+    with file_errors(path):
+        check_regular_file(path)
         saved = load_tensors(path)
         args = saved["model_args"]
         sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-        config = checked(PRESETS["gpt2"] | args | {name: args[name] for name in sizes})
+        config = checked_shape(PRESETS["gpt2"] | args | {name: args[name] for name in sizes})
         # torch.compile puts the prefix _orig_mod. before every name.
         state = {key.removeprefix("_orig_mod."): w for key, w in saved["model"].items()}
         return config, {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
@@ -467,13 +465,13 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, Weights]:
 def is_utf8(path: Path) -> bool:
     """Return whether the bytes of a path are UTF-8: safetensors and mmap open no other files.
 
-    On an old disk with names in GBK they are not. There Python itself reads the file.
+    On an old disk with names in GBK they are not, and Python itself reads the file.
     """
     return os.fsencode(path) == str(path).encode(errors="replace")
 
 
 def load_tensors(path: Path, mmap: bool = False) -> Any:
-    """Return what torch.save() has written. Raises ValueError or OSError if it cannot be read.
+    """Return the content of a file of torch.save(). Raises ValueError or OSError.
 
     Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
     """
@@ -482,6 +480,6 @@ def load_tensors(path: Path, mmap: bool = False) -> Any:
     except (OSError, MemoryError):
         raise
     except Exception:
-        # A damaged pickle can raise any exception. That of a pickle which would execute something
-        # explains how to let it: so neither is repeated.
+        # A damaged pickle can raise any exception. The exception for a pickle with code explains
+        # how to run it: so no exception is repeated.
         raise ValueError("it is damaged, or holds more than tensors and numbers") from None

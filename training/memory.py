@@ -1,27 +1,27 @@
 """Predict the memory of a training step, part by part, from the settings alone.
 
-The forward pass keeps what autograd needs for the backward pass. The backward pass frees it again,
-block by block, and holds gradients next to it. step_memory() adds up what is alive at each moment
-that may hold the most. The largest sum is the peak.
+The forward pass keeps the activations that the backward pass needs. The backward pass frees them
+again, block by block, and allocates gradients. step_memory() adds up the live tensors at each
+moment that may be the peak, and takes the largest sum.
 
-What is held when (P: parameters; N = B T: tokens of a micro-step; L: blocks; V: the padded
+The tensors at each moment (P: parameters; N = B T: tokens of a micro-step; L: blocks; V: the padded
 vocabulary; C = n_embd; s: bytes per number, 2 in 16 bits, 4 in fp32):
 
     always                      weights 4 P, optimizer 8 P (AdamW), DDP's buckets 4 P on several
                                 ranks, gradients of earlier micro-steps 4 P
     loss, head's backward pass  activations of all blocks; the weights' copies, s each; logits N V s
                                 and some rows in fp32; the gradient of the head
-    backward pass of a block    activations of the blocks before it, gradients of those after it,
-                                and the gradients that travel inside the block
-    end of the backward pass    gradients of all; wte has two if the head is tied, and their sum
-    optimizer's step            gradients, and what the optimizer needs for a moment
+    backward pass of a block    activations of the blocks before it, gradients of the blocks after
+                                it, and the gradients of activations inside the block
+    end of the backward pass    all gradients; wte has two if the head is tied, and their sum
+    optimizer's step            gradients, and temporary tensors of the optimizer
 
 A block keeps, per token, with nh query heads of hs numbers each:
 
-    norms       2 C s      the inputs of both norms: the residual stream (under fp16 it is in fp32)
+    norms       2 C s      the inputs of both norms: the residual stream (in fp32 under fp16)
     attention   C s        the input of qkv
-                3 nh hs s  q, k and v; those that are new tensors (rotated or repeated) are kept
-                           next to what qkv wrote, while any of the three is a view into that
+                3 nh hs s  q, k and v; rotated or repeated, they are new tensors. The output of qkv
+                           is kept too, while any of the three is a view into it
                 nh hs s    the output, which is the input of proj
     MLP         C s        its input
                 2 d_ff s   GELU: its input and its output
@@ -30,16 +30,16 @@ A block keeps, per token, with nh query heads of hs numbers each:
 
 For GPT-2 this is 16 C numbers per token and layer: 2 + 1 + 3 + 1 + 1 + 8. The terms are those of
 Korthikanti et al., arXiv 2205.05198, section 4.1, without its dropout masks and its T x T scores,
-and counted for the kernels that run here. torch.compile fuses what lies between the matrix
-products, so that it needs no temporaries, and all gradients of a micro-step are alive at its end,
+and counted for the kernels that run here. torch.compile fuses the operations between the matrix
+products, so that they need no temporaries, and all gradients of a micro-step are alive at its end,
 before they are added to those of earlier micro-steps.
 
 tests/simgpu/memory.py compares the prediction with torch's allocator for CUDA, and
-tests/test_memory.py with torch's profiler on a CPU: docs/cost.md has the results. What is below 1 %
-is left out: token ids, and what a norm or a softmax keeps of a row. So is the scratch memory of
+tests/test_memory.py with torch's profiler on a CPU: docs/cost.md has the results. Tensors below 1 %
+are left out: token ids, and the statistics of norms and softmax. So is the scratch memory of
 kernels, which matters on a CPU for a peak below 50 MB, and for n_embd of 64 and less. The T x T
-matrix that a CPU makes with dropout, and in bf16 for short sequences, is counted on the safe side:
-such a prediction may be 25 % too high.
+matrix that a CPU makes with dropout, and in bf16 for short sequences, is an upper bound: such a
+prediction may be 25 % too high.
 """
 
 from bisect import bisect_right
@@ -48,13 +48,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hardware.kernels import gradient_apart, loss_chunk
+from hardware.kernels import keeps_gradient, loss_chunk
 from hardware.machine import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.settings import TrainConfig
 
-# Bytes that cuBLAS works in: torch gives it 8 MiB in the forward pass and 8 in the backward pass,
+# The workspace of cuBLAS: torch gives it 8 MiB in the forward pass and 8 in the backward pass,
 # which runs in another thread. (On a GPU of capability 9.0, 32 MiB each; that is not counted.)
 CUBLAS = 2 * 8320 * 1024
 SHARDS = ("none", "optimizer", "gradients", "all")  # by the stage of ZeRO
@@ -63,7 +63,7 @@ PARTS = ("optimizer", "cuBLAS", "weights", "gradients", "activations", "logits",
 
 @dataclass(frozen=True)
 class Step:
-    """What the memory of a step depends on, next to the model."""
+    """The sizes and settings, apart from the model, that the memory of a step depends on."""
 
     B: int  # sequences in a micro-step
     T: int  # tokens in a sequence
@@ -74,12 +74,12 @@ class Step:
     world: int = 1  # processes
     shard: str = "none"  # none, optimizer, gradients or all: what is sharded over the processes
     optimizer: str = "adamw"
-    documents: bool = False  # whether attention stays inside a document
-    # Keep only the input of a block, and compute the rest a second time in the backward pass.
+    documents: bool = False  # whether attention is limited to a document
+    # Keep only the input of a block, and compute the rest again in the backward pass.
     recompute: bool = False
 
-    def of(self, cfg: TrainConfig) -> "Step":
-        """Return this step with what the settings say of it."""
+    def with_cfg(self, cfg: TrainConfig) -> "Step":
+        """Return this step with the values of the settings."""
         step = replace(self, optimizer=cfg.optimizer, shard=cfg.shard)
         documents = cfg.documents in ("mask", "pack")
         return replace(step, recompute=cfg.recompute == "blocks", documents=documents)
@@ -105,22 +105,22 @@ def block_memory(c: GPTConfig, step: Step) -> tuple[float, float, float]:
     stream = c.n_embd * (2 if step.dtype == torch.bfloat16 else 4)  # with fp16 it is in fp32
     fp32_norm = c.norm == "layernorm" and step.device == "cuda" and not step.compiled
     norm = 4 * c.n_embd if fp32_norm else stream
-    # Bytes per number of a T x T matrix, which fused kernels do not have. On a CPU, attention is
-    # plain products in bf16 while the matrix fits into the cache, and dropout has no fused kernel.
+    # Bytes per number of a T x T matrix, which fused kernels do not store. On a CPU, attention uses
+    # plain products in bf16 if the matrix fits into the cache, and dropout has no fused kernel.
     score = 4 if step.device == "cpu" and c.dropout else 0
     if step.device == "cpu" and step.dtype == torch.bfloat16 and 1 < step.T <= 512:
         score = 2
     matrix = c.n_head * step.T * score
-    # Which of q, k and v are new tensors. The others are views into what qkv wrote.
+    # How many of q, k and v are new tensors. The others are views into the output of qkv.
     rotated = c.pos == "rope" or c.qk_norm
     new = 3 if score else rotated + (rotated or kv < q) + (kv < q)
     attention = x + q + new * q * max(score, s) // s + matrix * (3 if c.dropout else 1)
     if new < 3 or c.qk_norm:
         attention += q + 2 * kv
-    # Inductor keeps the normed queries and keys of fp32, too, before they are rotated.
+    # In fp32, Inductor also keeps the normed queries and keys from before the rotation.
     attention += 2 * q if c.qk_norm and step.compiled and s == 4 and kv == q else 0
-    # Under DDP torch compiles what belongs to one bucket of gradients, of 25 MiB, by itself. If
-    # each of these matrices fills a bucket, silu's result goes from one piece to the next.
+    # Under DDP, torch compiles the operations of each bucket of gradients, 25 MiB, by themselves.
+    # If each of these matrices fills a bucket, silu's result is passed from one graph to the next.
     cut = step.compiled_whole and step.world > 1 and 4 * c.n_embd * c.d_ff > 25 * 2**20
     silu = c.gated and (not step.compiled or cut)
     dropout = 2 * c.n_embd * (s if step.device == "cpu" else 1) if c.dropout else 0
@@ -131,7 +131,7 @@ def block_memory(c: GPTConfig, step: Step) -> tuple[float, float, float]:
 
 
 def optimizer_memory(model: GPT, step: Step) -> tuple[float, float]:
-    """Return the bytes of the optimizer's state, and of what its step takes for a moment.
+    """Return the bytes of the optimizer's state, and of the temporary tensors of its step.
 
     AdamW has two fp32 moments per weight. Muon has one for the matrices of the blocks, and is AdamW
     for the rest. Adafactor has a row and a column for each matrix.
@@ -144,16 +144,16 @@ def optimizer_memory(model: GPT, step: Step) -> tuple[float, float]:
     for p in model.blocks[0].parameters():
         if step.optimizer == "muon" and p.dim() == 2:
             numbers[p.shape] += model.config.n_layer * p.numel() / ranks
-    # Of a stack it takes a copy, and one by one two squares and their product with it.
+    # The temporaries of a stack: a copy, two squares, and their product with it.
     most = max((min(n, max(STACK, shape.numel())) for shape, n in numbers.items()), default=0)
     state = 8 * sum(p.numel() for p in params) / ranks - 4 * numbers.total()
     return state, most * (6 if step.dtype == torch.bfloat16 else 11)
 
 
 def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
-    """Return when a step holds the most, and the bytes of its PARTS then.
+    """Return the moment of a step's peak, and the bytes of its PARTS at that moment.
 
-    The sum is what torch.cuda.max_memory_allocated() says. model: may be on the meta device.
+    The sum predicts torch.cuda.max_memory_allocated(). model: may be on the meta device.
     """
     c = model.config
     L, V, N, s = c.n_layer, c.padded_vocab_size, step.B * step.T, step.dtype.itemsize
@@ -172,17 +172,17 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
     mask = N * step.T * s if step.documents and step.device == "cuda" and not flex else 0
     activations = mask + N * (L * keeps + stream + c.n_embd * s)  # the last norm's, the head's
 
-    # Of FSDP, ZeRO 1 to 3: whole weights, and buffers of the size of a block.
+    # With FSDP, ZeRO 1 to 3: the full weights, and buffers of the size of a block.
     weights = 4 * P / ranks + sum(b.nbytes for b in model.buffers())
-    whole = weights + (4 * (P if zero < 3 else outside) + 4 * block if zero else 0)
+    full = weights + (4 * (P if zero < 3 else outside) + 4 * block if zero else 0)
     cast = 2 if s == 2 else 0  # bytes per weight of autocast's copies
 
-    # DDP puts gradients into its buckets in the last micro-step. Those of the earlier micro-steps
-    # were added up next to the buckets. On a CPU, gloo holds the buckets of the first step, too.
+    # DDP puts gradients into its buckets in the last micro-step. The gradients of the earlier
+    # micro-steps are added up outside of them. On a CPU, gloo also holds the first step's buckets.
     total = 4 * P / ranks * (2 if ddp and step.device == "cpu" else 1)
     before = ddp * total + (step.accum > 1) * 4 * P / (ranks if zero >= 2 else 1)
-    # Whether the gradients of a micro-step stay until its end, in memory of their own. If not,
-    # each is added at once to those of earlier micro-steps, or goes into DDP's buckets.
+    # Whether the gradients of a micro-step have memory of their own until its end. If not, each is
+    # added at once to those of earlier micro-steps, or written into DDP's buckets.
     own = not ddp and (step.compiled_whole or step.accum == 1)
     own_block = own * 4 * block / ranks
     own_head = 4 * head if own or c.tie_embeddings or zero >= 2 else 0
@@ -191,28 +191,28 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
     if c.tie_embeddings:
         wte = {(4, False): 12, (2, True): 10}.get((s, step.compiled_whole), 8)
     last = before + L * own_block + own * 4 * (outside - head) + wte * head
-    if zero:  # the gradients of the rest are averaged, when the whole weights are gone
-        gone = whole - weights if zero != 2 or step.accum == 1 else 0
+    if zero:  # the gradients outside of the blocks are averaged after the full weights are freed
+        gone = full - weights if zero != 2 or step.accum == 1 else 0
         last = max(last, before + L * own_block + 4 * outside * (2 + 1 / ranks) - gone)
-    # In fp32, Inductor computes a tied head's gradient from the logits at the very end.
+    # In fp32, Inductor computes a tied head's gradient from the logits at the end.
     late = logits if step.compiled_whole and c.tie_embeddings and s == 4 else 0
     loss = max(s * head, 4 * head - logits)  # the head's gradient, in the dtype and then in fp32
     if not step.compiled:  # rows in fp32; in fp16 all of them, three times
         rows = min(N * V, max(V, loss_chunk(step.device))) * 16 // s
-        rows += logits if gradient_apart(logits, step.device) else 0
+        rows += logits if keeps_gradient(logits, step.device) else 0
         loss = max(loss, 12 * N * V - logits if step.dtype == torch.float16 else rows)
 
     # when: weights, gradients, activations, logits, temporary
-    at_loss = whole + cast * (head + block * (1 if step.recompute else L))
+    at_loss = full + cast * (head + block * (1 if step.recompute else L))
     moments = {
         "at the loss": (at_loss, before, activations, logits, loss),
-        "at the end of the backward pass": (whole, last, 4 * c.n_embd * N, late, 0),
+        "at the end of the backward pass": (full, last, 4 * c.n_embd * N, late, 0),
         "in the optimizer's step": (weights, total, 0, 0, copies),
     }
     for n in {1, max(1, L - 1), L}:  # the backward pass of n blocks is not over
-        # ZeRO 3 has the block itself, and the block before, which is on its way.
+        # ZeRO 3 holds this block, and the previous block, which is being gathered.
         gathered = 4 * block * (1 + (n < L or step.recompute)) if zero == 3 else 0
-        there = whole + gathered + cast * block * (1 if step.recompute else n)
+        there = full + gathered + cast * block * (1 if step.recompute else n)
         gradients = before + own_head + own_block * (L - n) + block
         row = (there, gradients, mask + N * ((n - 1) * keeps + most), late, 0)
         moments[f"in the backward pass of block {n}"] = row
@@ -221,31 +221,32 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
 
 
 def overhead(model: GPT, peak: float, step: Step) -> dict[str, float]:
-    """Return by part the bytes that a device must have in addition to the `peak` of a step.
+    """Return part -> bytes that a device must have in addition to the `peak` of a step.
 
-    Those of NCCL, and the fraction of a GPU's memory that the allocator cannot use between its
-    blocks, are assumed, not measured.
+    The bytes of NCCL, and the fraction of a GPU's memory that is lost to fragmentation, are
+    assumed, not measured.
     """
     if step.device == "cpu":
-        # Smaller tensors settle where the logits were freed, so the next logits need new memory.
-        # (With shards, large tensors have pages of their own: tune_malloc() of hardware/machine.py)
+        # Smaller tensors fill the memory of freed logits, so the next logits need new memory. (With
+        # shards, large tensors have pages of their own: tune_malloc() of hardware/machine.py)
         logits = step.B * step.T * model.config.padded_vocab_size * step.dtype.itemsize
-        gap = 0 if step.zero else logits * (1 + gradient_apart(logits, step.device))
+        gap = 0 if step.zero else logits * (1 + keeps_gradient(logits, step.device))
         return {"Python and torch": 0.3e9, "gap in the heap": gap}
     return {"CUDA context": CONTEXT, "fragmentation": 0.04 * peak, "NCCL": 0.7e9 * (step.world > 1)}
 
 
-def needed(model: GPT, step: Step) -> float:
+def bytes_needed(model: GPT, step: Step) -> float:
     """Return the bytes that the device must have for a step."""
     peak = sum(step_memory(model, step)[1].values())
     return peak + sum(overhead(model, peak, step).values())
 
 
 def largest_batch(model: GPT, step: Step, capacity: float) -> int:
-    """Return how many sequences of a micro-step fit into `capacity` bytes; 0 if not even one.
+    """Return the largest number of sequences in a micro-step that fits into `capacity` bytes, or 0.
 
-    If as many as in `step` do not fit, a step needs several micro-steps, whose gradients add up.
+    If those of `step` do not fit, a step needs several micro-steps, whose gradients add up.
     """
-    if needed(model, step) > capacity:
+    if bytes_needed(model, step) > capacity:
         step = replace(step, accum=max(2, step.accum))
-    return bisect_right(range(1, 2**20), capacity, key=lambda B: needed(model, replace(step, B=B)))
+    sizes = range(1, 2**20)
+    return bisect_right(sizes, capacity, key=lambda B: bytes_needed(model, replace(step, B=B)))

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the record of a run: one JSON object a line, each with the step it is about.
+"""metrics.jsonl, the record of a run: one JSON object per line, each with its step.
 
 training/report.py appends to it. plot.py and others read it, without torch.
 """
@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import TextIO
 
 from configurator import UserError
-from hardware.disk import only_plain, write_whole
+from hardware.disk import atomic_write, check_regular_file
 
 
 def read_metrics(path: Path) -> list[dict]:
     """Return the records of a metrics.jsonl, or [] if there is no file.
 
-    If the last line is incomplete, because the process was killed while writing it, it is left out.
-    Raises UserError for any other line that is not a record, and OSError if the path is not a file.
+    An incomplete last line, of a process that was killed while writing it, is left out. Raises
+    UserError for any other line that is not a record, and OSError if the path is not a file.
     """
     if not path.exists():
         return []
-    only_plain(path)
-    lines = path.read_bytes().splitlines(keepends=True)  # at once: a run may be writing the next
+    check_regular_file(path)
+    lines = path.read_bytes().splitlines(keepends=True)  # at once: a run may be appending to it
     records = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             if not isinstance(record, dict) or type(record["step"]) is not int:
                 raise ValueError
-            # A long run has a million records: their keys are in memory once.
+            # A long run has a million records: interned keys are in memory once.
             records.append({sys.intern(key): value for key, value in record.items()})
         except (ValueError, KeyError, RecursionError):
             if number < len(lines) or line.endswith(b"\n"):
@@ -38,9 +38,9 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def evaluations(records: list[dict]) -> dict[int, float]:
-    """Return step -> validation loss, of those that were measured on the same data as the last one.
+    """Return step -> validation loss, for losses that were measured on the same data as the last.
 
-    Only these can be compared. A loss that is not finite is left out.
+    Only these can be compared. Losses that are not finite are left out.
     """
     last = next((r["judged_by"] for r in reversed(records) if "judged_by" in r), None)
     judged_by, losses = last, {}
@@ -52,9 +52,9 @@ def evaluations(records: list[dict]) -> dict[int, float]:
 
 
 def start_metrics(path: Path, records: list[dict]) -> TextIO:
-    """Make these records the whole file, and return it open for others to be appended.
+    """Replace the file by these records, and return it open for appending.
 
     A kill leaves the old file or the new one. Raises OSError if it cannot be written.
     """
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+    atomic_write(path, "".join(json.dumps(record) + "\n" for record in records).encode())
     return open(path, "a", encoding="utf-8")

@@ -8,8 +8,8 @@ gradient of a matrix, averaged over steps, is U S V^T: each column of U and V is
 says how strong it is. Muon moves the matrix by U V^T: along all directions equally far.
 
 Adafactor (arXiv 1804.04235) is AdamW without a running mean of the gradient, and with the squares
-averaged over rows and columns, which takes nearly no memory. Its lr is a share of the size of the
-weights: a matrix of standard deviation 0.02 moves by 0.02 lr. torch takes at most 1 / sqrt(step).
+averaged over rows and columns, which takes nearly no memory. Its lr is relative to the size of the
+weights: a matrix of standard deviation 0.02 moves by 0.02 lr. torch limits lr to 1 / sqrt(step).
 """
 
 import math
@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.machine import Machine, is_sharded, part
+from hardware.machine import Machine, is_sharded, local_shard
 from model import GPT
 from training.settings import TrainConfig
 
-# Each line takes a square P to a P² + b Q + c, where Q is the P of the line above it. At first both
+# Each line maps a square P to a P² + b Q + c, where Q is the P of the previous line. At first both
 # are A, so the last P is a polynomial of degree 16 in A, for four matrix products.
-# With it the strength s becomes s P(s²): but for rounding, a number between 0.22 and 1.78 for each
-# s from 0.005 to 1. A search found no four lines that come nearer to 1 (bench/LOG.md).
+# It turns the strength s into s P(s²): up to rounding, a number between 0.22 and 1.78 for each s
+# from 0.005 to 1. A search found no four lines that come nearer to 1 (bench/LOG.md).
 SQUARES = (
     (5.7605, -6.4162, 1.0000),
     (1.6299, 0.0937, -0.6299),
@@ -34,7 +34,7 @@ SQUARES = (
     (43.3874, 0.7950, 1.0266),
 )
 
-# Parameters of one shape are stacked, so that one product serves all. A stack has at most so many
+# Parameters of one shape are stacked, so that one product serves all. A stack has at most this many
 # numbers, or one parameter: its copies take memory.
 STACK = 2**25
 
@@ -51,7 +51,7 @@ def orthogonalize(X: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     P = X.mT @ X if tall else X @ X.mT  # the smaller square: V S² V^T or U S² U^T
     # Make all strengths at most 1, and the weak ones less weak (arXiv 2512.04632): each row (of a
     # tall X, each column) is divided by the root of the sum of |A| in its row of A. Only squares
-    # are multiplied by these factors. 1.01 leaves room for rounding. Below 1e-8 the squares of A's
+    # are multiplied by these factors. 1.01 allows for rounding. Below 1e-8 the squares of A's
     # numbers would underflow: such a matrix hardly moves.
     sums = 1.01 * torch.linalg.vector_norm(P, 1, dim=2, dtype=torch.float32)  # (n, shorter side)
     scale = (1 / sums.sqrt().clamp(min=1e-8)).to(X.dtype)
@@ -76,8 +76,8 @@ class Muon(torch.optim.AdamW):
     computed, bf16 or fp32. fused: compute AdamW in one kernel, which is needed to skip a step on
     the device.
 
-    torch.optim.Muon (torch 2.13) was not enough: it moves one matrix after the other, and qkv as if
-    it were one matrix; it does not heed found_inf; it computes in bf16 even where that is slow; and
+    torch.optim.Muon (torch 2.13) is not enough: it moves one matrix after the other, and qkv as if
+    it were one matrix; it ignores found_inf; it computes in bf16 even where that is slow; and
     embeddings and vectors need a second optimizer.
     """
 
@@ -89,7 +89,7 @@ class Muon(torch.optim.AdamW):
         self._step_supports_amp_scaling = fused  # GradScaler then sets found_inf, as take_step does
 
     def __setstate__(self, state: dict) -> None:
-        # AdamW's own looks for a number of steps in each state: matrices have none.
+        # AdamW's own version needs a number of steps in each state: matrices have none.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class Muon(torch.optim.AdamW):
         """
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.is_cpu:
-            if found_inf:  # there is no device to wait for
+            if found_inf:  # on a CPU, reading it costs nothing
                 return
             found_inf = None
         for group in self.param_groups:
@@ -125,16 +125,16 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         """Move parameters of one shape.
 
-        rows: of the matrices in each of them, one below the other: q, k, v of qkv; one of others.
-        If the parameters are sharded, each rank holds some rows of all of them. It then computes
-        the moves of a few whole ones, and sends their rows to the ranks that hold them.
+        rows: of the matrices that each parameter holds, one below the other: three for qkv, else
+        one. If the parameters are sharded, each rank holds some rows of all of them. It then
+        computes the updates of a few full ones, and sends their rows to the ranks that hold them.
         """
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["mean"] = torch.zeros_like(weight)
-        parts = [part(weight) for weight in weights]
-        grads = [part(weight.grad) for weight in weights]
-        means = [part(self.state[weight]["mean"]) for weight in weights]
+        parts = [local_shard(weight) for weight in weights]
+        grads = [local_shard(weight.grad) for weight in weights]
+        means = [local_shard(self.state[weight]["mean"]) for weight in weights]
         if found_inf is not None:
             for grad, mean in zip(grads, means, strict=True):
                 # In a step to be skipped: mean + (1 - momentum) (mean - mean) is mean, exactly.
@@ -153,15 +153,15 @@ class Muon(torch.optim.AdamW):
 
 
 def ranks_of(x: Tensor) -> int:
-    """Return over how many processes x is sharded; 1 if it is not."""
+    """Return the number of processes over which x is sharded; 1 if it is not sharded."""
     return x.device_mesh.size() if is_sharded(x) else 1
 
 
 def to_owners(parts: list[Tensor], p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return some tensors of the shape of p (R, C) in one stack (m, R, C), in another dtype.
+    """Return full tensors of the shape of p (R, C) as one stack (m, R, C), in another dtype.
 
-    parts: what this rank holds of each. If they are sharded over W ranks, each rank gets the next
-    m = ceil(len(parts) / W) of them whole; what the last ranks lack is filled up with zeros.
+    parts: this rank's shard of each tensor. If they are sharded over W ranks, each rank gets the
+    next m = ceil(len(parts) / W) full tensors. Zeros fill the stacks of the last ranks.
     """
     R, C = p.shape
     W = ranks_of(p)
@@ -174,9 +174,9 @@ def to_owners(parts: list[Tensor], p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def from_owners(stack: Tensor, p: Tensor) -> Tensor:
-    """The way back from to_owners(): return what this rank holds of each tensor, in one stack.
+    """Return this rank's shard of each tensor, in one stack: the inverse of to_owners().
 
-    Of a rank that holds fewer rows than others, they come first.
+    A rank that holds fewer rows than others has them first.
     """
     W = ranks_of(p)
     if W == 1:
@@ -187,7 +187,7 @@ def from_owners(stack: Tensor, p: Tensor) -> Tensor:
 
 
 def exchange(stack: Tensor, p: Tensor) -> Tensor:
-    """Send the r-th of W equal parts of a stack to rank r; return what the ranks send, in order."""
+    """Send the r-th of W equal parts of a stack to rank r; return the received parts, in order."""
     received = torch.empty_like(stack)
     dist.all_to_all_single(received, stack, group=p.device_mesh.get_group())
     return received
@@ -199,7 +199,7 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     scale = {"embeddings": cfg.embed_lr, "vectors": cfg.vector_lr}
     for group in groups:
         group["scale"] = scale.get(group["name"], 1.0)
-        # torch's own optimizers read each key that is one of their options: SGD, momentum.
+        # Not "momentum": torch's own optimizers read each key that is one of their options.
         group["muon_momentum"] = cfg.momentum
     if cfg.optimizer == "adafactor":
         # foreach=True, its default on a GPU, would hold a copy of all weights.

@@ -1,4 +1,4 @@
-"""How the model runs: compiled or not, on how many processes, with which batch size."""
+"""Run the model on several processes, compiled or not, with a batch size that fits."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,16 @@ from configurator import UserError
 from hardware.machine import LONGEST_WAIT, Machine, out_of_memory
 from model import GPT
 from training.batches import Batch
-from training.memory import Step, largest_batch, needed
-from training.plan import Plan, Progress, even_batch, make_plan
+from training.memory import Step, bytes_needed, largest_batch
+from training.plan import Plan, Progress, best_batch, make_plan
 from training.settings import TrainConfig
 
 
 def autocast(machine: Machine) -> torch.autocast:
     """Return the context in which matrix products run in the machine's dtype.
 
-    Without the cache: a forward pass casts each weight once, and the cache would hold all casts to
-    its end.
+    autocast's cache is off: a forward pass casts each weight once, and the cache would hold all
+    casts until its end.
     """
     enabled = machine.dtype != torch.float32
     return torch.autocast(machine.device.type, machine.dtype, enabled, cache_enabled=False)
@@ -39,7 +39,7 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
 def any_signal(signals: Sequence[int], machine: Machine) -> bool:
     """Return whether a signal has arrived at any rank. All ranks must call this.
 
-    The hosts ask each other: nothing waits for a device.
+    The hosts communicate: nothing waits for a device.
     """
     count = torch.tensor(len(signals))
     if machine.group:
@@ -51,7 +51,7 @@ def any_signal(signals: Sequence[int], machine: Machine) -> bool:
 # The batch size
 
 
-def plan_of(
+def plan_run(
     cfg: TrainConfig,
     model: GPT,
     step: Step,
@@ -62,32 +62,32 @@ def plan_of(
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
-    step: its T, dtype, device and world. capacity: bytes of memory for a step on each device.
-    progress: of a resumed run.
-    saved_batch_size: of its checkpoint; with auto it keeps this one if it fits.
+    step: only its T, dtype, device and world are used. capacity: bytes of memory for a step on each
+    device. progress: of a resumed run. saved_batch_size: of its checkpoint; auto keeps this value
+    if it fits.
     """
-    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
-    draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
-    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
+    # compile=auto depends on the length of the run, which is known before the batch size.
+    trial = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
+    flops = model.flops_per_token(cfg.block_size) * trial.tokens_at(trial.steps)
     # Two micro-steps: accumulation needs more memory than one micro-step does.
-    step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
+    step = replace(step.with_cfg(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
     if cfg.batch_size == "auto":
         most = largest_batch(model, step, capacity)
         if step.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
             most = min(most, max(1, 8192 // step.T))
-        B = saved_batch_size if 0 < saved_batch_size <= most else even_batch(most, cfg, step.world)
+        B = saved_batch_size if 0 < saved_batch_size <= most else best_batch(most, cfg, step.world)
         cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, step.world, epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
 
 def check_capacity(model: GPT, step: Step, capacity: float) -> None:
-    """Raise UserError if a step will need far more than `capacity` bytes, by its prediction."""
-    size = needed(model, step)
+    """Raise UserError if a step is predicted to need far more than `capacity` bytes."""
+    size = bytes_needed(model, step)
     if size > 1.25 * capacity:  # on a CPU a prediction may be 25 % too high (training/memory.py)
-        gb = f"{size / 1e9:.1f} GB of memory, and there are {capacity / 1e9:.1f}"
+        gb = f"{size / 1e9:.1f} GB of memory, but there are {capacity / 1e9:.1f}"
         largest = largest_batch(model, step, capacity)
-        advice = f"--batch_size={largest} fits" if largest else "plan.py says what others need"
+        advice = f"--batch_size={largest} fits" if largest else "plan.py compares other settings"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
 
 
@@ -95,14 +95,14 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
     """Return whether to use torch.compile. kind: type of the device; flops: of the whole run.
 
     With compile=auto, a run on cuda is always compiled. A run on a CPU is compiled if it needs more
-    than 5e14 FLOPs, which take ten minutes or more: to compile takes half a minute.
+    than 5e14 FLOPs, which take ten minutes or more: compiling takes half a minute.
     """
     if cfg.compile == "auto":
         return kind == "cuda" or (kind == "cpu" and flops > 5e14)
     return cfg.compile
 
 
-def halved(
+def halve_batch(
     cfg: TrainConfig, plan: Plan, step: Step, progress: Progress
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings, the plan and the size of a step with half the batch_size or less.
@@ -110,8 +110,8 @@ def halved(
     Raises UserError if it is 1 already.
     """
     if plan.batch_size == 1:
-        raise UserError(f"out of memory {plan.smaller(step.T)}")
-    cfg = replace(cfg, batch_size=even_batch(plan.batch_size // 2, cfg, step.world))
+        raise UserError(f"out of memory {plan.memory_hint(step.T)}")
+    cfg = replace(cfg, batch_size=best_batch(plan.batch_size // 2, cfg, step.world))
     plan = make_plan(cfg, step.world, plan.epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
@@ -123,8 +123,8 @@ def halved(
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks, each by itself, and the loss.
 
-    What lies between the blocks stays as it is: the hooks that gather the weights of a block, and
-    the checkpoint that computes a block twice. All blocks share one compiled code.
+    The code between the blocks is not compiled: the hooks that gather the weights of a block, and
+    activation checkpointing. All blocks share one compiled code.
     """
     for block in model.blocks:
         block.compiled = torch.compile(block.compute, dynamic=False)
@@ -132,30 +132,30 @@ def compile_blocks(model: GPT) -> None:
 
 
 def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Callable:
-    """Return the model as it runs: under torchrun in DDP or Shards, and compiled if asked for."""
+    """Return the model as it runs: under torchrun in DDP or Shards, and compiled if wanted."""
     for block in model.blocks:
         block.recompute = cfg.recompute == "blocks"
-    by_blocks = cfg.recompute != "none" or is_sharded_run(cfg, machine)
-    if compiled and by_blocks:
+    compiles_blocks = cfg.recompute != "none" or is_sharded_run(cfg, machine)
+    if compiled and compiles_blocks:
         compile_blocks(model)
     if is_sharded_run(cfg, machine):
         return Shards(model, cfg.shard, machine)
     forward = model
     if dist.is_initialized():
-        # The only buffer, the rope table, is constant: no step need send it to the ranks. DDP's
-        # option for that is broadcast_buffers up to torch 2.12, and forward_sync_buffers from 2.13
-        # on. This method is private, but it is the same in all of them.
+        # The only buffer, the rope table, is constant: no step needs to broadcast it. DDP's option
+        # for that is broadcast_buffers up to torch 2.12, and forward_sync_buffers from 2.13 on.
+        # This method is private, but it is the same in all versions.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["rope"])
         ids = [machine.local_rank] if machine.device.type == "cuda" else None
         forward = DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
-    # DDP comes first and the compiler second, so that communication overlaps the backward pass.
-    return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
+    # DDP is wrapped before compiling, so that communication overlaps the backward pass.
+    return torch.compile(forward, dynamic=False) if compiled and not compiles_blocks else forward
 
 
 def remove_empty_libraries() -> list[Path]:
     """Delete the empty libraries in the cache of torch.compile, and return their paths.
 
-    A Ctrl-C while it compiles leaves one. torch takes it for a good one, at each start anew.
+    A Ctrl-C during compiling leaves one, which torch loads at every later start.
     """
     from torch._inductor.codecache import cache_dir  # takes a second, if nothing has compiled yet
 
@@ -171,50 +171,50 @@ def compiler_errors() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        of_compiler = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
-        if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
+        is_compiler_error = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if out_of_memory(e) or not is_compiler_error:  # another rank has ended, or it is a bug
             raise
         first_line = str(e).partition("\n")[0]
         if empty := remove_empty_libraries():
-            problem = f"it met empty libraries in its cache ({empty[0]}), which are now deleted"
-            raise UserError(f"torch.compile failed: {problem}: give the same command again") from e
+            problem = f"its cache had empty libraries ({empty[0]}), which are now deleted"
+            raise UserError(f"torch.compile failed: {problem}: run the same command again") from e
         reason = f"{type(e).__name__}: {first_line}"
         raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
 
 
 def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id: int) -> None:
-    """Let a compiled model compile itself before the first step, whose time is then that of a step.
+    """Trigger compilation before the first step, so that the time of that step is typical.
 
-    Raises UserError if it cannot be compiled here, without a C++ compiler or on an old GPU.
+    Raises UserError if the model cannot be compiled, without a C++ compiler or on an old GPU.
     """
     start = time.perf_counter()
-    machine.say("compiling: this takes a while")
+    machine.print0("compiling: this takes a while")
     with compiler_errors():
         with autocast(machine):
             forward(*batch).backward()
         if machine.device.type == "cuda":
-            # Evaluations, as they are and by document: better now than in step eval_every.
+            # Evaluation, with and without separate documents: better now than in step eval_every.
             forward.eval()
             with torch.no_grad(), autocast(machine):
-                for begins in (None, eos_id):
-                    forward(batch.x, batch.y, eos_id=begins, reduction="sum")
+                for document_eos in (None, eos_id):
+                    forward(batch.x, batch.y, eos_id=document_eos, reduction="sum")
             forward.train()
         machine.synchronize()
     forward.zero_grad(set_to_none=True)
-    machine.say(f"compiled in {time.perf_counter() - start:.1f} s")
+    machine.print0(f"compiled in {time.perf_counter() - start:.1f} s")
 
 
 def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: float) -> bool:
-    """Return whether two micro-steps of this batch fit into the memory of all ranks, by trying.
+    """Return whether two micro-steps of this batch fit into the memory of all ranks, by a trial.
 
-    state_bytes: of the optimizer, whose state is there from the second step on. With DDP, the ranks
-    do not communicate here, so none waits for one that runs out of memory.
+    state_bytes: of the optimizer, whose state exists from the second step on. With DDP, the ranks
+    do not communicate here, so no rank waits for one that runs out of memory.
     """
     no_sync = getattr(forward, "no_sync", nullcontext)
     enough = True
     try:
         state = torch.ones(int(state_bytes), dtype=torch.uint8, device=machine.device)
-        for _ in range(2):  # the gradients of the first are there in the second
+        for _ in range(2):  # the second has the gradients of the first in memory
             with no_sync(), compiler_errors():
                 with autocast(machine):
                     loss = forward(*batch)
@@ -233,26 +233,26 @@ def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: 
 
 
 def is_sharded_run(cfg: TrainConfig, machine: Machine) -> bool:
-    """Return whether weights or states are sharded. One process has nobody to share with."""
+    """Return whether weights or states are sharded, which needs several processes."""
     return cfg.shard != "none" and machine.world > 1
 
 
 class Shards(torch.nn.Module):
     """The model, sharded over the processes by torch's FSDP2: ZeRO (arXiv 1910.02054).
 
-    Each rank holds a part of every weight, of its gradient and of the optimizer's state. The whole
-    weights are gathered to compute with them. The gradients are averaged, and each rank gets those
-    of its part. The setting `shard` says when:
+    Each rank holds a local shard of every weight, of its gradient and of the optimizer's state. The
+    full weights are gathered for the computation. The gradients are averaged, and each rank gets
+    those of its shard. The setting `shard` decides how long the full tensors exist:
 
-                    whole weights are there            whole gradients are there
+                    full weights                       full gradients
         optimizer   from the first forward pass of a   from the first backward pass of a step to
                     step to its last backward pass     the last one, where they are averaged
         gradients   the same                           of a block, in its backward pass
         all         of a block, in its two passes      of a block, in its backward pass
 
-    So with `all`, weights are gathered twice in a micro-step, else once in a step. Embeddings, last
-    norm and head count as a block, whose weights stay from the beginning of a micro-step to its
-    end. The sums are the same in each case, up to rounding.
+    So with `all`, weights are gathered twice per micro-step, else once per step. Embeddings, last
+    norm and head count as a block whose weights stay gathered during a micro-step. The result is
+    the same in each case, up to rounding.
     """
 
     def __init__(self, model: GPT, shard: str, machine: Machine):
@@ -269,7 +269,7 @@ class Shards(torch.nn.Module):
 
     def forward(self, *inputs: torch.Tensor, **options) -> torch.Tensor:
         y = self.model(*inputs, **options)
-        if not torch.is_grad_enabled():  # no backward pass will come, which frees the whole weights
+        if not torch.is_grad_enabled():  # there will be no backward pass to free the full weights
             self.free_full_weights()
         return y
 
@@ -279,7 +279,7 @@ class Shards(torch.nn.Module):
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Gather all weights once, and keep them for a while, to generate text."""
+        """Gather all weights once, and keep them during the block, to generate text."""
         for module in (*self.model.blocks, self.model):
             module.unshard()
         for block in self.model.blocks:
@@ -293,7 +293,7 @@ class Shards(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For every micro-step of a step but the last one: keep what the table says."""
+        """Use this in every micro-step but the last one of a step, to keep what the table says."""
         self.model.set_reshard_after_backward(self.shard == "all")
         self.model.set_requires_gradient_sync(self.shard != "optimizer")
         yield

@@ -1,7 +1,6 @@
-"""The plan of a run: the size of its batch, its length, its learning rate at each step; and how far
-the run has come, Progress.
+"""The plan of a run: batch size, length and learning rate of each step; and Progress, its counters.
 
-All functions are pure: their results depend on nothing but the settings and the step.
+All functions are pure: their results depend on nothing but their arguments.
 """
 
 import math
@@ -14,7 +13,7 @@ from torch.amp import GradScaler
 from configurator import UserError
 from training.settings import TrainConfig
 
-FAR_OFF = 0.1  # a step should not differ from batch_tokens by a larger share than this
+MAX_DEVIATION = 0.1  # a step should not differ from batch_tokens by a larger fraction than this
 MAX_BAD_STEPS = 10  # in a row; then the run ends
 
 
@@ -29,34 +28,34 @@ class Plan:
     epoch_tokens: int  # tokens in a pass over train.bin
     steps: int  # length of the whole run
     ended_by: str = ""  # the limit that ends it, if there are several
-    begun_step: int = 0  # steps that were done before this process started
-    begun_tokens: int = 0  # tokens read in them; step_tokens may have been different then
+    start_step: int = 0  # steps that were done before this process started
+    start_tokens: int = 0  # tokens read in them; step_tokens may have been different then
     epoch_shift: int = 0  # see Progress
-    # What was done then, in tokens as the limit counts them that ends the run: max_steps counts
-    # all steps alike, and max_epochs adds epoch_shift.
-    begun: int = 0
+    # The tokens done then, as counted for the limit that ends the run: max_steps counts all steps
+    # alike, and max_epochs adds epoch_shift.
+    start_count: int = 0
 
     def tokens_at(self, step: int) -> int:
         """Return how many tokens the run has read when `step` steps are done."""
-        return self.begun_tokens + (step - self.begun_step) * self.step_tokens
+        return self.start_tokens + (step - self.start_step) * self.step_tokens
 
     def epochs_at(self, step: int) -> float:
         """Return how many epochs the run has read when `step` steps are done."""
         return (self.tokens_at(step) + self.epoch_shift) / self.epoch_tokens
 
-    def place(self, step: int) -> float:
-        """Return how far the run is when `step` steps are done, in steps of the present size.
+    def position(self, step: int) -> float:
+        """Return the position in the run when `step` steps are done, in steps of the present size.
 
-        The fraction of the run that is done is place(step) / place(steps). If all steps had the
-        same size, place(step) is step.
+        The fraction of the run that is done is position(step) / position(steps). If all steps had
+        the same size, position(step) is step.
         """
-        return (self.begun + (step - self.begun_step) * self.step_tokens) / self.step_tokens
+        return (self.start_count + (step - self.start_step) * self.step_tokens) / self.step_tokens
 
-    def smaller(self, block_size: int) -> str:
-        """Return the advice for a run that does not fit into memory: which option to change."""
+    def memory_hint(self, block_size: int) -> str:
+        """Return advice for a run that does not fit into memory: which option to change."""
         B = self.batch_size
         if B > 1:
-            sequences = B * self.accum  # of a rank in a step; with a divisor they stay as many
+            sequences = B * self.accum  # of a rank in a step; a divisor of it keeps their number
             fewer = max(b for b in range(1, B // 2 + 1) if sequences % b == 0)
             flags = f"--batch_size={fewer} --batch_tokens={self.step_tokens}"
             return f"at batch_size={B}: try {flags} (more micro-steps, the same training)"
@@ -65,25 +64,25 @@ class Plan:
 
 @dataclass
 class Progress:
-    """Counters and records of a run. A checkpoint stores each field under its name."""
+    """Counters of a run. A checkpoint stores each field under its name."""
 
     step: int = 0  # steps done
     samples: int = 0  # windows read
-    # How many of them were read before switch_data: the place in the data is samples - data_begun.
+    # Windows read before switch_data: the position in the data is samples - data_begun.
     data_begun: int = 0
     epoch_tokens: int = 0  # tokens in an epoch of them
-    # In tokens: epochs done are (tokens read + epoch_shift) / epoch_tokens. It is 0 unless the
+    # In tokens: (tokens read + epoch_shift) / epoch_tokens epochs are done. It is 0 unless the
     # length of an epoch has changed, as with another `documents`.
     epoch_shift: int = 0
     best_step: int = -1  # step with the lowest validation loss
     best_val_loss: float = math.inf
     losses: list[float] = field(default_factory=list)  # the last 101 finite ones, for spike()
     bad_steps: int = 0  # steps skipped because their loss or gradient was not finite
-    bad_in_a_row: int = 0  # how many such steps came in a row, up to the last step
+    bad_in_a_row: int = 0  # bad steps in a row, up to the last step
     code: str = ""  # SHA-256 of the .py files that trained it, as code_sha256() gives it
 
     @classmethod
-    def of_checkpoint(cls, training: dict[str, Any]) -> "Progress":
+    def from_state(cls, training: dict[str, Any]) -> "Progress":
         """Return the progress stored in train_state.pt.
 
         If the run ended because of too many bad steps in a row, their count starts again at 0.
@@ -93,7 +92,7 @@ class Progress:
         training = newer | training  # a checkpoint may be older than these fields
         for name, default in asdict(cls()).items():
             if type(training.get(name)) is not type(default):
-                raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: not train.py's")
+                raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: damaged")
         progress = cls(**{f.name: training[f.name] for f in fields(cls)})
         if progress.gives_up():
             progress.bad_in_a_row = 0
@@ -102,10 +101,10 @@ class Progress:
     def add_step(self, windows: int, loss: float, grad_norm: float, scaler: GradScaler) -> str:
         """Count a step that read `windows` windows. Return "taken", "overflow" or "bad".
 
-        take_step() has skipped a step of the last two kinds. "overflow" exists in fp16 only, where
-        a gradient may overflow while the loss is finite. GradScaler handles that: it skips the step
-        and lowers its scale. Once the scale has fallen below 1, the gradient overflows even without
-        scaling, and the step counts as bad.
+        take_step() has skipped an "overflow" or "bad" step. "overflow" exists in fp16 only, where a
+        gradient may overflow while the loss is finite. GradScaler then skips the step and lowers
+        its scale. If the scale has fallen below 1, the gradient overflows even without scaling, and
+        the step counts as bad.
         """
         self.step += 1
         self.samples += windows
@@ -120,17 +119,17 @@ class Progress:
         return "bad"
 
     def with_epoch(self, tokens: int, block_size: int) -> "Progress":
-        """Return this progress for epochs of `tokens` tokens. As many epochs are done as before."""
+        """Return this progress with epochs of `tokens` tokens. The number of epochs done stays."""
         read = self.samples * block_size
         epochs = Fraction(read + self.epoch_shift, self.epoch_tokens or tokens)
         return replace(self, epoch_tokens=tokens, epoch_shift=round(epochs * tokens) - read)
 
     def gives_up(self) -> bool:
-        """Return whether the run shall end: all of its last steps were bad."""
+        """Return whether the run must end, after MAX_BAD_STEPS bad steps in a row."""
         return self.bad_in_a_row >= MAX_BAD_STEPS
 
     def add_evaluation(self, loss: float) -> None:
-        """Remember the step and its validation loss if this is the lowest so far."""
+        """Record the step and its validation loss if this is the lowest so far."""
         if loss < self.best_val_loss:
             self.best_step = self.step
             self.best_val_loss = loss
@@ -144,12 +143,12 @@ def make_plan(
     Raises UserError if batch_size is still "auto".
     """
     if cfg.batch_size == "auto":
-        raise UserError("batch_size=auto is for train.py and plan.py: give a number here")
+        raise UserError("only train.py and plan.py support batch_size=auto: give a number")
     T = cfg.block_size
     sequences = max(1, round(cfg.batch_tokens / (T * world)))  # what a step needs from each rank
     B = min(cfg.batch_size, sequences)
-    if off(tokens_of_step(B, cfg, world), cfg) > FAR_OFF:
-        B = even_batch(B, cfg, world)
+    if deviation(tokens_of_step(B, cfg, world), cfg) > MAX_DEVIATION:
+        B = best_batch(B, cfg, world)
     step_tokens = tokens_of_step(B, cfg, world)
     accum = step_tokens // (B * T * world)
 
@@ -158,42 +157,42 @@ def make_plan(
     read, size = done.samples * T, step_tokens
     epochs = math.ceil(min(cfg.max_epochs * epoch_tokens, 2**62))  # inf has no ceil
     ends = {"max_steps": cfg.max_steps * size, "max_epochs": epochs, "max_tokens": cfg.max_tokens}
-    begun = {"max_steps": done.step * size, "max_epochs": read + done.epoch_shift}
-    begun["max_tokens"] = read
-    limits = {k: done.step + (ends[k] - begun[k] + size // 2) // size for k in ends if ends[k]}
+    counts = {"max_steps": done.step * size, "max_epochs": read + done.epoch_shift}
+    counts["max_tokens"] = read
+    limits = {k: done.step + (ends[k] - counts[k] + size // 2) // size for k in ends if ends[k]}
     first = min(limits, key=limits.__getitem__, default="max_steps")
     steps = max(limits.get(first, 0), done.step, 1)
     ended_by = first if len(limits) > 1 else ""
     shape = (B, accum, step_tokens, epoch_tokens, steps)
-    return Plan(*shape, ended_by, done.step, read, done.epoch_shift, begun[first])
+    return Plan(*shape, ended_by, done.step, read, done.epoch_shift, counts[first])
 
 
 def tokens_of_step(B: int, cfg: TrainConfig, world: int) -> int:
-    """Return the tokens of a step of whole micro-steps that come nearest to batch_tokens."""
+    """Return the multiple of a micro-step's tokens that is nearest to batch_tokens."""
     micro_step = B * cfg.block_size * world
     return max(1, round(cfg.batch_tokens / micro_step)) * micro_step
 
 
-def off(step_tokens: int, cfg: TrainConfig) -> float:
-    """Return by which share a step of so many tokens differs from batch_tokens."""
+def deviation(step_tokens: int, cfg: TrainConfig) -> float:
+    """Return the relative difference between the tokens of a step and batch_tokens."""
     return abs(step_tokens / cfg.batch_tokens - 1)
 
 
-def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
-    """Return a batch_size of at most `limit` and at least half of it.
+def best_batch(limit: int, cfg: TrainConfig, world: int) -> int:
+    """Return the batch_size, at most `limit` and at least half of it, that suits batch_tokens best.
 
-    It is the one with which a step comes nearest to batch_tokens; of several that come equally
-    near, the largest.
+    The tokens of a step are then nearest to batch_tokens. Of several such sizes, the largest is
+    returned.
     """
     sequences = max(1, round(cfg.batch_tokens / (cfg.block_size * world)))  # per rank in a step
     limit = max(1, min(limit, sequences))
 
     sizes = range(limit, (limit - 1) // 2, -1)  # of equals, min() takes the first
-    return min(sizes, key=lambda B: off(tokens_of_step(B, cfg, world), cfg))
+    return min(sizes, key=lambda B: deviation(tokens_of_step(B, cfg, world), cfg))
 
 
 def lr_at(step: float, steps: float, cfg: TrainConfig) -> float:
-    """Return the learning rate of step 0 ... steps - 1. Both are as of Plan.place().
+    """Return the learning rate of step 0 ... steps - 1. Both arguments are of Plan.position().
 
     cosine: SGDR, arXiv 1608.03983, eq. 5, one cycle. wsd: MiniCPM, arXiv 2404.06395, section 4.
     """
@@ -208,16 +207,16 @@ def lr_at(step: float, steps: float, cfg: TrainConfig) -> float:
     # t goes from 0 to 1 over the decay, if that has two steps or more. It is 1 at the last step,
     # which thus has min_lr_ratio. (If that is 0, the last step changes nothing.)
     t = max(0, step - start) / max(1, steps - 1 - start)
-    share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
-    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
+    fraction = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * fraction)
 
 
 def momentum_at(step: float, steps: float, cfg: TrainConfig) -> float:
-    """Return Muon's momentum at step 0 ... steps - 1. Both are as of Plan.place().
+    """Return Muon's momentum at step 0 ... steps - 1. Both arguments are of Plan.position().
 
     At the start of a run the gradient changes fast, and a mean over fewer steps follows it better.
-    In the first tenth it grows linearly from 0.85, as in the records of the 124M speed run of
-    October 2024.
+    In the first tenth the momentum grows linearly from 0.85, as in the records of the 124M speedrun
+    of October 2024.
     """
     t = min(1.0, step / (0.1 * steps))
     return (1 - t) * min(0.85, cfg.momentum) + t * cfg.momentum

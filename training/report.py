@@ -1,8 +1,8 @@
-"""Report what happens in a run: a record in metrics.jsonl, a line on the terminal, the numbers to a
-tracker, and a picture of the losses. Only rank 0 reports.
+"""Report the events of a run: records in metrics.jsonl, log lines, numbers for a tracker, loss.png.
 
-Nothing here ends a run or holds up a step. A tracker's package may fail or wait for a network: it
-is called in a thread of its own. plot.py draws loss.png in a process of its own.
+Only rank 0 reports. No failure here ends a run or delays a step. A tracker's package may fail or
+wait for a network, so it is called in a thread of its own. plot.py draws loss.png in a process of
+its own.
 """
 
 import importlib
@@ -29,9 +29,9 @@ from torch.amp import GradScaler
 from configurator import note
 from hardware.disk import set_aside
 from hardware.machine import Clock, Machine
-from hardware.terminal import ProgressBar, in_a_terminal, quoted
+from hardware.terminal import ProgressBar, is_terminal, quoted
 from model import GPTConfig
-from text.landmarks import mixed_landmarks
+from text.baselines import mixed_baselines
 from text.windows import DataSet
 from training.evaluate import judged_by, val_hashes
 from training.huggingface import architecture_of
@@ -46,7 +46,7 @@ END_SECONDS = 20  # how long the end of a run waits for the last picture and for
 
 @dataclass
 class Report:
-    """Reports the events of a run, until close(). On other ranks than 0 nothing is reported."""
+    """Reports the events of a run, until close(). Ranks other than 0 report nothing."""
 
     cfg: TrainConfig
     machine: Machine
@@ -54,33 +54,33 @@ class Report:
     sets: list[DataSet]
     progress: Progress
     folder: Path  # of the run
-    records: InitVar[list[dict]]  # with which its metrics.jsonl begins
+    records: InitVar[list[dict]]  # the first records of metrics.jsonl
 
     def __post_init__(self, records: list[dict]):
         self.drawing: subprocess.Popen | None = None
-        self.drawn = time.monotonic()  # when the last drawing began
+        self.drawn = time.monotonic()  # when the last drawing started
         self.tracker: threading.Thread | None = None
         self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
-        self.told = False  # whether a note has said that they take long
+        self.warned = False  # whether the note on long pauses was printed
         self.unigram = math.inf  # loss of single-token frequencies, in nats per token
         self.lost = False  # whether a record could not be written
-        # Seconds that the last one of each took: eval_every, save_every.
+        # Seconds of the last evaluation and the last save: eval_every, save_every.
         self.pauses: dict[str, float] = {}
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
-        self.below_lines = ExitStack()
-        shown = self.machine.is_main and in_a_terminal()
+        self.bar_context = ExitStack()
+        shown = self.machine.is_main and is_terminal()
         steps = dict(total=self.plan.steps, initial=self.progress.step)
         self.bar = ProgressBar("step", disable=not shown, **steps)
         if self.machine.is_main:
             self.file = start_metrics(self.folder / "metrics.jsonl", records)
-            self.below_lines.enter_context(self.bar.below())
+            self.bar_context.enter_context(self.bar.pinned())
             for record in records:
                 self.unigram = record.get("landmarks", {}).get("unigram", self.unigram)
             if self.cfg.tracker not in ("none", "off"):
                 self.start_tracker(records)
 
     def start_tracker(self, records: list[dict]) -> None:
-        """Start to send numbers. A resumed run goes on as the same run at the tracker."""
+        """Start to send numbers. A resumed run continues the same run at the tracker."""
         name = self.cfg.tracker
         ids = [r["tracker_run"] for r in records if r.get("tracker") == name]
         run_id = ids[-1] if ids else uuid.uuid4().hex[:21]  # SwanLab wants 21 characters
@@ -93,25 +93,25 @@ class Report:
         self.tracker.start()
 
     def outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
-        """Count the last step, and report it if it was skipped or has a loss far above the others.
+        """Count the last step, and report it if it was skipped or its loss is a spike.
 
-        outcome: as Progress.add_step() returns it.
+        outcome: the result of Progress.add_step().
         """
         self.bar.update()
         step = self.progress.step
         if outcome == "taken":
             z = spike(self.progress.losses[:-1], loss)
             if z > 8:
-                line = f"warning: loss {loss:.3f} is {z:.0f} deviations high"
+                line = f"warning: loss {loss:.3f} is {z:.0f} deviations above the median"
                 self.write(dict(step=step, spike_loss=loss, spike_z=z), line)
         elif outcome == "overflow":
             scale = scaler.get_scale()
-            line = f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
+            line = f"fp16 overflow: skipped, the loss scale is {scale:g} now"
             self.write(dict(step=step, loss_scale=scale), line)
         else:
             problem = f"loss {loss:.4g}, norm of the gradient {grad_norm:.4g}"
             record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
-            self.write(record, f"warning: {problem}: skipped; {self.how_to_read(step)}")
+            self.write(record, f"warning: {problem}: step skipped; {self.how_to_read(step)}")
 
     def step(
         self, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
@@ -126,20 +126,20 @@ class Report:
         record = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
         record["epoch"] = plan.epochs_at(step)
         line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}"
-        if clock.step == 0 or clock.step > plan.begun_step:  # the first after a resume is a warm-up
+        if clock.step == 0 or clock.step > plan.start_step:  # the first after a resume is a warm-up
             step_s = clock.seconds() / (step - clock.step)
             rate = plan.step_tokens / step_s
             tflops = rate * flops / 1e12
             mfu = tflops / peak if peak else None
             if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
-                mfu = None  # other programs slowed this machine down while its peak was measured
+                mfu = None  # other programs slowed down the measurement of the peak
             record |= {
                 "tokens_per_s": rate,
                 "tflops": tflops,
                 "mfu": mfu,
                 "step_ms": 1e3 * step_s,
                 "data_ms": 1e3 * clock.data_s / (step - clock.step),
-                "memory_gb": most_memory(self.machine.device) / 1e9,
+                "memory_gb": peak_memory(self.machine.device) / 1e9,
                 "eta_s": (plan.steps - step) * step_s + self.pauses_from(step),
             }
             speed = f"{rate / 1e3:.1f}k tok/s"
@@ -148,14 +148,14 @@ class Report:
             line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
             line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
             line += f" | eta {ProgressBar.format_interval(record['eta_s'])}"
-            if self.pauses_from(1) > 0.25 * plan.steps * step_s and not self.told:
-                self.told = True
-                share = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)
-                advice = "a larger eval_every, or smaller eval_tokens, makes it shorter"
-                text = f"note: evaluations and saves take {share:.0%} of the run: {advice}"
-                self.write(dict(step=step, paused=share), text)
+            if self.pauses_from(1) > 0.25 * plan.steps * step_s and not self.warned:
+                self.warned = True
+                fraction = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)
+                advice = "raise eval_every or lower eval_tokens to shorten them"
+                text = f"note: evaluations and saves take {fraction:.0%} of the run: {advice}"
+                self.write(dict(step=step, paused=fraction), text)
         self.write(record, line)
-        # By this step, every model should have learned more than how frequent each token is.
+        # By this step, every model should have learned more than the frequencies of tokens.
         due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
         mean = statistics.mean(self.progress.losses[-20:])
         if clock.step < due <= step and mean > self.unigram:
@@ -165,9 +165,9 @@ class Report:
         clock.restart(step)
 
     def pauses_from(self, step: int) -> float:
-        """Return the seconds of all evaluations and saves from a step on, by the last of each.
+        """Return the predicted seconds of all evaluations and saves from a step on.
 
-        Those of the step itself come after its log line.
+        Each is predicted to take as long as the last one. Those of the step itself are included.
         """
         last = self.plan.steps
         every = {name: getattr(self.cfg, name) for name in self.pauses}
@@ -178,16 +178,14 @@ class Report:
     def how_to_read(self, step: int) -> str:
         """Return the command that prints the texts of a step."""
         run = shlex.quote(str(self.folder))
-        return f"read its texts by: python prepare.py --inspect {run} --step {step}"
+        return f"to read its texts: python prepare.py --inspect {run} --step {step}"
 
     def evaluation(self, step: int, losses: dict[str, list[float]], seconds: float) -> float:
         """Report an evaluation after a step, draw loss.png, and return the validation loss.
 
-        losses: key in the record -> a loss for each data set, in nats per token. val_loss: on its
-        val.bin; val_document_loss: the same, where each document is read alone from its own
-        beginning, and each window of one that is longer than a window; train_eval_loss: on windows
-        of its train.bin. The mean of each is weighted by the shares of the data sets in the run.
-        seconds: how long the evaluation took.
+        losses: key in the record -> a loss for each data set, in nats per token, as of
+        evaluation_windows(). The mean of each is weighted by the weights of the data sets.
+        seconds: duration of the evaluation.
         """
         mean = {}
         by_set = {}
@@ -198,16 +196,16 @@ class Report:
                 by_set |= {f"{key}/{data.name}": loss for data, loss in pairs}
         counts = [(d.weight, d.learned("val", self.cfg.loss_on)) for d in self.sets]
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
-        ppl, bits_per_byte, units = in_other_units(mean["val_loss"], float(token_bytes))
+        ppl, bits_per_byte, units = perplexity_and_bits(mean["val_loss"], float(token_bytes))
 
         line = f"validation loss {mean['val_loss']:.4f} (train {mean['train_eval_loss']:.4f}, "
         line += f"by document {mean['val_document_loss']:.4f}) | {units}"
         for key, loss in by_set.items():
             if key.startswith("val_loss/"):
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
-        in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        units_record = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
         self.pauses["eval_every"] = seconds
-        self.write({"step": step} | mean | by_set | in_units, line)
+        self.write({"step": step} | mean | by_set | units_record, line)
         if time.monotonic() - self.drawn > 30:  # drawing takes seconds of a CPU core
             self.draw()
         return mean["val_loss"]
@@ -224,14 +222,14 @@ class Report:
     def saved(self, step: int, path: Path, seconds: float) -> None:
         """Report that the checkpoint of a step is complete on the disk. Any thread may call this.
 
-        If metrics.jsonl has a record of a checkpoint and none can be found, a disk is missing, and
+        If metrics.jsonl records a checkpoint and none can be found, a disk may be missing: then
         init_from=auto must not start from scratch.
         """
         record = dict(step=step, saved=path.name, save_s=seconds)
         self.write(record, f"saved {path} in {seconds:.1f} s")
 
     def write(self, record: dict, line: str = "") -> None:
-        """Report one event: the record for programs, the line for people."""
+        """Report one event: a record for programs, and a line for people."""
         if not self.machine.is_main:
             return
         with self.mutex:
@@ -241,15 +239,16 @@ class Report:
                 print(json.dumps(record), file=self.file, flush=True)
             except OSError as e:
                 if not self.lost:
-                    self.machine.say(f"warning: {self.file.name}: {e.strerror}: it loses records")
+                    problem = f"{self.file.name}: {e.strerror}"
+                    self.machine.print0(f"warning: {problem}: records are lost")
                 self.lost = True
         if self.tracker:
             self.numbers.put({k: v for k, v in record.items() if type(v) in (int, float)})
         if line:
-            self.machine.say(f"step {record['step']}/{self.plan.steps} | {line}")
+            self.machine.print0(f"step {record['step']}/{self.plan.steps} | {line}")
 
     def draw(self) -> None:
-        """Start to draw loss.png, unless an earlier drawing still goes on."""
+        """Start to draw loss.png, unless an earlier drawing is still running."""
         if not self.machine.is_main or self.cfg.tracker == "off":
             return
         if self.drawing and self.drawing.poll() is None:
@@ -260,12 +259,12 @@ class Report:
         with suppress(OSError):  # close() says that there is no picture
             # In a session of its own, it does not receive the Ctrl-C that stops this process.
             self.drawing = subprocess.Popen(command, **streams, start_new_session=True)
-            os.setpriority(os.PRIO_PROCESS, self.drawing.pid, 10)  # the training comes first
+            os.setpriority(os.PRIO_PROCESS, self.drawing.pid, 10)  # training has priority
 
     def close(self) -> None:
-        """Draw the last picture, and end the run at the tracker. Nothing is reported later.
+        """Draw the last picture, and end the run at the tracker. Later reports are ignored.
 
-        This takes END_SECONDS at most. If a tracker hangs, the process ends END_SECONDS later.
+        This takes at most END_SECONDS. If a tracker hangs, the process ends END_SECONDS later.
         """
         if not self.machine.is_main:
             return
@@ -276,13 +275,13 @@ class Report:
             self.draw()
             self.wait_for_drawing(end)
             if self.drawing and self.drawing.returncode == 0:
-                self.machine.say(f"loss plot: {self.folder / 'loss.png'}")
+                self.machine.print0(f"loss plot: {self.folder / 'loss.png'}")
             else:
-                self.machine.say(f"note: no loss plot: python plot.py {self.folder} draws it")
+                self.machine.print0(f"note: no loss plot; to draw it: python plot.py {self.folder}")
         if self.tracker:
             self.tracker.join(max(0.0, end - time.monotonic()))
             if self.tracker.is_alive():
-                self.machine.say(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
+                self.machine.print0(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
                 # Its package may wait for the network even when Python ends.
                 code = 0 if self.progress.step == self.plan.steps else 1
                 timer = threading.Timer(END_SECONDS, os._exit, [code])
@@ -290,7 +289,7 @@ class Report:
                 timer.start()
         with self.mutex, suppress(OSError):  # a full disk
             self.file.close()
-        self.below_lines.close()
+        self.bar_context.close()
 
     def wait_for_drawing(self, end: float) -> None:
         with suppress(subprocess.TimeoutExpired):
@@ -303,8 +302,8 @@ def first_records(
 ) -> list[dict]:
     """Return the records that metrics.jsonl has when this process starts to train.
 
-    These are the records of earlier processes, up to the step at which this one starts. One with
-    the settings of this process follows if they differ from those recorded last.
+    These are the records of earlier processes, up to the step at which this one starts. If the
+    settings differ from those recorded last, a record of the new settings follows.
     """
     step = progress.step
     before = read_metrics(path)
@@ -326,13 +325,13 @@ def first_records(
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
         "judged_by": judged_by(cfg, val_hashes(sets)),
-        "landmarks": mixed_landmarks(sets, cfg.loss_on),
+        "landmarks": mixed_baselines(sets, cfg.loss_on),
     }
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):
         records.append({"step": step, "first_sample": progress.samples - progress.data_begun} | run)
-    # Steps that are not done again in the same way: an earlier start saved nothing, or a resume
-    # goes back with other settings.
+    # Steps that will not be repeated in the same way, because an earlier start saved nothing, or
+    # because the run resumes before them with other settings.
     lost = [record for record in before if record["step"] > step]
     ways = [trained_with(r) for r in (recorded, *lost, run) if "settings" in r]
     if (path.exists() and not step) or (lost and any(way != ways[0] for way in ways)):
@@ -341,7 +340,7 @@ def first_records(
 
 
 def trained_with(run: dict) -> list:
-    """Return all of a record of first_records() that changes the steps after it."""
+    """Return the values in a record of first_records() that change the steps after it."""
     return [run.get("step_samples"), run.get("data"), *map(run["settings"].get, TRAINING)]
 
 
@@ -354,10 +353,10 @@ def send_numbers(
     queue: SimpleQueue[dict],
     machine: Machine,
 ) -> None:
-    """Send numbers to a tracker until {} comes. If its package fails, that is one warning.
+    """Send numbers to a tracker until {} arrives. A failure of its package is one warning.
 
-    settings: of the run in the folder. run_id: the run of this id goes on at the tracker if there
-    is one. step: the last one that is not trained again.
+    settings: of the run in the folder. run_id: of the run at the tracker, which is continued if it
+    exists. step: the last one that is not trained again.
     """
     try:
         if name == "tensorboard":
@@ -386,18 +385,18 @@ def send_numbers(
         service.finish()
     except (Exception, SystemExit) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        machine.say(f"warning: {name} failed ({reason}); {SYNC}")
+        machine.print0(f"warning: {name} failed ({reason}); {SYNC}")
 
 
-def most_memory(device: torch.device) -> int:
-    """Return the most bytes so far: allocated on a GPU, else resident in this process."""
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory so far in bytes: allocated on a GPU, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
+def perplexity_and_bits(loss: float, token_bytes: float) -> tuple[float, float, str]:
     """Return the perplexity and the bits per byte of a loss in nats per token, and both as a text.
 
     token_bytes: mean number of bytes of text in a token.
@@ -408,11 +407,11 @@ def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
 
 
 def spike(losses: list[float], loss: float) -> float:
-    """Return how many deviations a loss lies above those before it: a robust z-score.
+    """Return how many deviations a loss lies above the median of those before it.
 
-    A deviation is 1.4826 times the median distance from the median (Iglewicz and Hoaglin, 1993),
-    which is the standard deviation if the losses have a normal distribution. The result is 0 for
-    fewer than 30 losses.
+    This is a robust z-score (Iglewicz and Hoaglin, 1993). A deviation is 1.4826 times the median
+    distance from the median, which is the standard deviation of a normal distribution. The result
+    is 0 for fewer than 30 losses.
     """
     if len(losses) < 30:
         return 0.0

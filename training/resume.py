@@ -1,12 +1,12 @@
-"""What a run starts from: random weights, a model folder, or the newest checkpoint of its own.
+"""The start of a run: random weights, a model folder, or the newest checkpoint of the run.
 
-In the order in which a run comes to them:
+In the order in which train.py calls them:
 
-    settings_of_run   its settings; a resumed run has those of its newest checkpoint
-    find_start        what it starts from
-    read_state        what the checkpoint says about the run that wrote it
-    check_fits        compares that with the settings and the data of today
-    model_to_tune     the model of another run or program, made ready for the settings and the data
+    settings_of_run   return the settings; a resumed run has those of its newest checkpoint
+    find_start        find the checkpoint or model folder that the run starts from
+    read_state        read the checkpoint's settings, data and optimizer state
+    check_fits        compare these with the settings and the data of today
+    model_to_tune     open the model of another run or program, and adapt it
 
 Each raises UserError if something is missing or does not fit.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from configurator import UserError, changes, checked, note, set_value
+from configurator import UserError, changes, note, set_value, validated
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
@@ -36,10 +36,10 @@ from training.checkpoint import (
     step_of,
 )
 from training.evaluate import judged_by, val_hashes
-from training.huggingface import NANOGPT, from_pretrained, is_utf8, load_tensors, shape_in
+from training.huggingface import NANOGPT, from_pretrained, is_utf8, load_tensors, read_shape
 from training.metrics import read_metrics
 from training.plan import Progress
-from training.settings import PLACE, TrainConfig, model_config
+from training.settings import RUN_SETTINGS, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
 # Its settings
@@ -48,8 +48,8 @@ from training.settings import PLACE, TrainConfig, model_config
 def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     """Return the settings of the run that a command line starts or resumes.
 
-    A resumed run has the settings of its newest checkpoint. Those that are given now override them.
-    A model to fine-tune is not taken beyond its context, unless a block_size is given.
+    A resumed run has the settings of its newest checkpoint. Settings given now override them. The
+    block_size of a model to fine-tune is at most its context, unless one is given.
 
     options: the settings of config files and command line, without defaults. Raises UserError for a
     setting that is out of its range.
@@ -57,36 +57,36 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     cfg = TrainConfig(**options)
     if cfg.resume == "no":
         if cfg.overwrite and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            problem = "a restart by --max_restarts would overwrite what was trained before it"
+            problem = "a restart by --max_restarts would overwrite the training before it"
             raise UserError(f"overwrite: {problem}: give --init_from=auto and another --run_name")
-        return checked(TrainConfig, with_model(options))
-    # The command that began a run gave its length. A command without one does not repeat that, and
-    # without a run_name it means the run that was trained last.
+        return validated(TrainConfig, with_model(options))
+    # A command that starts a run gives its length. A command without a length and a run_name means
+    # the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
     resumes = cfg.resume == "yes" and not names_run
     if newest := newest_run(Path(cfg.out_dir)) if resumes else None:
-        note(f"no run_name is given: the newest run is resumed, {newest}")
+        note(f"no run_name was given: the newest run is resumed, {newest}")
         options = options | {"run_name": newest.name}
     elif resumes and (runs := sorted(Path(cfg.out_dir).glob("*/metrics.jsonl"))):
         names = ", ".join(path.parent.name for path in runs)
-        advice = "name one by --run_name: --overwrite has renamed those that end in .old"
+        advice = "name one by --run_name; --overwrite has renamed those that end in .old"
         raise UserError(f"init_from=resume: which run of {cfg.out_dir}/: {names}? {advice}")
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
     options = options if saved else with_model(options)
-    cfg = checked(TrainConfig, saved | options | {"run_name": run_name})
+    cfg = validated(TrainConfig, saved | options | {"run_name": run_name})
     kept = "data_dir" in saved and "data_dir" not in options
     if kept and not all(Path(cfg.data_dir, k).is_dir() for k in names_and_weights(cfg.dataset)[0]):
-        problem = f"data_dir={cfg.data_dir}, as the checkpoint says, has no {cfg.dataset} here"
-        raise UserError(f"{problem}: --data_dir=FOLDER says where the data sets are")
+        problem = f"data_dir={cfg.data_dir}, from the checkpoint, does not contain {cfg.dataset}"
+        raise UserError(f"{problem}: give the folder of the data sets by --data_dir=FOLDER")
     return cfg
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the folder of the model to fine-tune, and its block_size if it is short.
+    """Return settings with the folder of the model to fine-tune, and with its block_size if needed.
 
-    It is short below the default; a block_size that is given stays. The folder of a run stands for
-    its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
+    The default block_size is lowered to the context of the model; a given one stays. The folder of
+    a run means its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
     """
     init_from = options.get("init_from", "scratch")
     if init_from == "scratch":
@@ -95,7 +95,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
         init_from = str(newest)
         options = options | {"init_from": init_from}
     try:
-        context = shape_in(init_from).block_size
+        context = read_shape(init_from).block_size
     except UserError:
         return options
     return {"block_size": min(TrainConfig().block_size, context)} | options
@@ -106,14 +106,14 @@ def with_data(cfg: TrainConfig) -> TrainConfig:
     if cfg.dataset:
         return cfg
     name = newest_dataset(cfg.data_dir)
-    note(f"dataset={name} is taken, the newest in {cfg.data_dir}/")
+    note(f"dataset={name} is used, the newest in {cfg.data_dir}/")
     return replace(cfg, dataset=name)
 
 
 def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
     """Return the settings of the newest checkpoint in ckpt_dir, or {} if there is none.
 
-    Left out are out_dir, how the run was started, and settings that this version does not have.
+    It leaves out out_dir, how the run was started, and settings that this version does not have.
     """
     file = "train_config.json"
     for path in complete_checkpoints(ckpt_dir):
@@ -134,18 +134,18 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
 
 
 def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
-    """Return what the run in `folder` starts from; the caller holds its lock.
+    """Return the path that the run in `folder` starts from; the caller holds its lock.
 
-    It is a checkpoint of this run, if cfg.resume wants one and there is one; else the model folder
-    of cfg.init_from, or None for random weights.
-    Raises UserError if the run would lose something that is there, or cannot find what it needs.
+    It is a checkpoint of this run, if cfg.resume asks for one and there is one; else the model
+    folder of cfg.init_from, or None for random weights.
+    Raises UserError if the run would overwrite files, or if a checkpoint that it needs is missing.
     """
     model = None if cfg.init_from == "scratch" else Path(cfg.init_from)
     if cfg.resume == "no":
         if holds_files(folder) and not cfg.overwrite:
-            advice = "--run_name=NAME is another, --overwrite moves it out of the way"
+            advice = "give another --run_name, or --overwrite to rename it"
             if newest_checkpoint(folder / "ckpt"):
-                advice += f", --run_name={cfg.run_name} --init_from=resume continues it"
+                advice += f", or --run_name={cfg.run_name} --init_from=resume to continue it"
             raise UserError(f"{folder} exists: {advice}")
         if model and cfg.overwrite and folder.resolve() in model.resolve().parents:
             raise UserError(f"--overwrite would rename {model}: give the run another --run_name")
@@ -156,32 +156,33 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         return checkpoint
     records = read_metrics(folder / "metrics.jsonl")
     if complete_checkpoints(ckpt_dir) or any("saved" in record for record in records):
-        problem = f"this run has saved checkpoints, and none in {ckpt_dir} is intact"
-        advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
+        problem = f"this run has saved checkpoints, but none in {ckpt_dir} is intact"
+        advice = "restore them, or start again with --init_from=scratch --overwrite"
         raise UserError(f"{problem}: {advice}")
     start = next((record["settings"] for record in records if "settings" in record), {})
     if not model and (began := start.get("init_from", "scratch")) not in ("scratch", "auto"):
-        problem = f"{folder} began from {began} and saved nothing before it ended"
-        raise UserError(f"{problem}: add --init_from=auto to the command that began it")
+        problem = f"{folder} started from {began} and saved nothing before it ended"
+        raise UserError(f"{problem}: add --init_from=auto to the command that started it")
     if cfg.resume == "yes":
-        advice = "--init_from=auto begins it"
+        advice = "--init_from=auto starts the run"
         if newest := newest_run(Path(cfg.out_dir)):
             advice += f", --run_name={newest.name} is the newest run"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
-    note(f"there is no checkpoint in {folder}: the run begins from {model or 'random weights'}")
+    note(f"there is no checkpoint in {folder}: the run starts from {model or 'random weights'}")
     return model
 
 
-def known_of(origin: Path | None, folder: Path) -> dict[str, Any]:
-    """Return what is recorded of the weights that the run in `folder` starts from.
+def known_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
+    """Return the recorded results of the weights that the run in `folder` starts from.
 
-    "saved" is in it if they are a checkpoint of this run. Other weights are not evaluated.
+    They contain "saved" if the weights are a checkpoint of this run. Other weights are not
+    evaluated at the start.
     """
-    if origin is None or origin.parent != folder / "ckpt":
+    if init_path is None or init_path.parent != folder / "ckpt":
         return {"val_loss": math.inf, "sample": ""}
     records = read_metrics(folder / "metrics.jsonl")
-    known = [record for record in records if record["step"] == step_of(origin)]
-    return {key: value for record in known for key, value in record.items()} | {"saved": origin}
+    known = [record for record in records if record["step"] == step_of(init_path)]
+    return {key: value for record in known for key, value in record.items()} | {"saved": init_path}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def known_of(origin: Path | None, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says about the run that wrote it."""
+    """The files of a checkpoint that describe the run that wrote it."""
 
     settings: dict  # train_config.json
     meta: dict  # meta.json
@@ -198,13 +199,13 @@ class Saved:
 
 
 def read_state(folder: Path) -> Saved:
-    """Read everything in a checkpoint but the model and the tokenizer.
+    """Read the checkpoint's files, except for the model and the tokenizer.
 
     Raises UserError or OSError if a file cannot be read.
     """
     path = folder / "train_state.pt"
-    # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
-    # torch opens paths as UTF-8: a path in GBK needs another route.
+    # With mmap, a tensor takes memory only when it is read, and all processes share that memory.
+    # But torch opens paths as UTF-8, so a path in GBK is read without mmap.
     try:
         state = load_tensors(path, mmap=is_utf8(path))
         settings = read_object(folder / "train_config.json")
@@ -218,8 +219,8 @@ def check_fits(
 ) -> None:
     """Raise UserError unless a resumed run has the shape, optimizer and data of its checkpoint.
 
-    c: the shape of the model. A fine-tuned one has its own, whatever the settings say: each may
-    keep its value, or take the model's.
+    c: the shape of the model. A fine-tuned model has its own shape, whatever the settings say: a
+    setting may keep its old value or take the model's.
     """
     trained_on = saved.meta["trained_on"]
     hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
@@ -230,10 +231,10 @@ def check_fits(
     other = f"start a new run with --init_from={folder} --run_name=NAME"
     if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
-        raise UserError(f"{problem}: give that --dataset, or --switch_data to go on, or {other}")
-    before = settings_then(saved, cfg)
+        raise UserError(f"{problem}: give its --dataset, or --switch_data, or {other}")
+    before = checkpoint_settings(saved, cfg)
     then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
-    if beginning_of(saved) == "scratch":
+    if original_init_from(saved) == "scratch":
         now = asdict(model_config(cfg, c.vocab_size))
         own = ["rope_scaling"]  # it may be written in several ways
     else:
@@ -251,7 +252,7 @@ def check_fits(
         for key, split in (("trained_on", "train"), ("judged_by", "val")):
             then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
     differ = [
-        f"{k} is {then.get(k)!s:.20} there, {now.get(k)!s:.20} here"
+        f"{k} was {then.get(k)!s:.20}, is {now.get(k)!s:.20}"
         for k in sorted(then | now)
         if then.get(k) != now.get(k)
     ]
@@ -261,14 +262,14 @@ def check_fits(
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
-def beginning_of(saved: Saved) -> str:
-    """Return the init_from of the command that began a run."""
+def original_init_from(saved: Saved) -> str:
+    """Return the init_from of the command that started a run."""
     init_from = saved.settings.get("init_from", "scratch")
     return "scratch" if init_from == "auto" else init_from  # which earlier versions recorded
 
 
-def settings_then(saved: Saved, cfg: TrainConfig) -> TrainConfig:
-    """Return the settings of a checkpoint; of cfg where they are new since then."""
+def checkpoint_settings(saved: Saved, cfg: TrainConfig) -> TrainConfig:
+    """Return the settings of a checkpoint. Those that are new since then come from cfg."""
     return replace(cfg, **{k: v for k, v in saved.settings.items() if hasattr(cfg, k)})
 
 
@@ -281,20 +282,20 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
 def progress_of(
     saved: Saved, cfg: TrainConfig, sets: list[DataSet], known: dict[str, Any]
 ) -> Progress:
-    """Return the progress of a checkpoint. If other data are evaluated now, best begins anew.
+    """Return the progress of a checkpoint. If other data are evaluated now, the best is reset.
 
-    known: as of known_of(). The checkpoint was written before its evaluation.
+    known: see known_results(). The checkpoint was written before its evaluation.
     """
-    progress = Progress.of_checkpoint(saved.state)
+    progress = Progress.from_state(saved.state)
     progress.add_evaluation(known.get("val_loss", math.inf))
-    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    then = judged_by(checkpoint_settings(saved, cfg), saved.meta["judged_by"])
     if then != judged_by(cfg, val_hashes(sets)):
         if progress.best_step >= 0:
-            note("the validation data have changed: the best checkpoint is chosen anew")
+            note("the validation data have changed: the best checkpoint is chosen again")
         progress = replace(progress, best_step=-1, best_val_loss=math.inf)
     trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
     if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
-        note(f"the data change here: {cfg.dataset} is read from its first window")
+        note(f"the data change here: {cfg.dataset} is read from its first window on")
         progress = replace(progress, data_begun=progress.samples)
     return progress
 
@@ -302,45 +303,45 @@ def progress_of(
 def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
-    Those of the place are left out: they do not change what the model learns.
+    RUN_SETTINGS are left out: they do not change what the model learns.
     """
     old = saved.settings
-    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    then = judged_by(checkpoint_settings(saved, cfg), saved.meta["judged_by"])
     renamed = then["shares"] == judged_by(cfg, val_hashes(sets))["shares"]
     reorder = ["seed", "documents", *(() if renamed else ["dataset"])]
-    order = " (the windows come in another order: some are read twice, others never)"
+    order = " (the order of windows changes: some are read twice, others never)"
     return [
         f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
         for k, value in asdict(cfg).items()
-        if k not in PLACE and old.get(k, value) != value
+        if k not in RUN_SETTINGS and old.get(k, value) != value
     ]
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, state: dict
 ) -> None:
-    """Let the optimizer and the scaler continue in the state that a checkpoint holds.
+    """Load the state of a checkpoint into the optimizer and the scaler.
 
-    Only the moments are taken: betas and weight decay may have changed. pop() frees the memory of
-    what has been taken. The file is mapped: each tensor is read when it is copied.
+    Only the moments are loaded: betas and weight decay may have changed. pop() frees the memory of
+    loaded tensors. The file is mapped: each tensor is read when it is copied.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {
-        i: {k: placed_like(params[i], x) for k, x in of_parameter.items()}
-        for i, of_parameter in state.pop("optimizer")["state"].items()
+        i: {k: sharded_like(params[i], x) for k, x in tensors.items()}
+        for i, tensors in state.pop("optimizer")["state"].items()
     }
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
     if scale := state.pop("scaler"):  # empty if that process did not train in fp16
         scaler.load_state_dict(scale)
 
 
-def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def sharded_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return a copy of the full tensor x, sharded as p is, on the device of p.
 
-    x may lie in a file that is mapped into memory: a rank reads only the rows that it holds.
+    If x is in a file that is mapped into memory, a rank reads only the rows that it holds.
     """
     if x.dim() == 0:
-        return x.clone()  # a counter of steps: its optimizer knows where it belongs
+        return x.clone()  # a counter of steps: the optimizer chooses its device
     if not is_sharded(p):
         return x.to(p.device, copy=True)
     mesh = p.device_mesh  # p is a DTensor; to import its class takes half a second
@@ -356,28 +357,28 @@ def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: bool) -> GPT:
     """Return a model to fine-tune on these data sets, on the CPU.
 
-    It keeps its shape, whatever n_layer and the other settings say. But one with RoPE is made ready
-    for longer sequences, if block_size and rope_scaling ask for them.
+    It keeps its shape, whatever n_layer and the other settings say. But a model with RoPE is
+    extended to longer sequences, if block_size and rope_scaling ask for them.
 
-    Raises UserError if its vocabulary is too small, or if its token ids mean other tokens than the
-    data's. A model without a tokenizer is accepted, with a note.
+    Raises UserError if its vocabulary is too small, or if its token ids mean other tokens than
+    those of the data. A model without a tokenizer is accepted, with a note.
     """
     vocab_size = sets[0].meta["vocab_size"]
-    own = shape_in(folder).vocab_size
+    own = read_shape(folder).vocab_size
     # The characters of nanoGPT have no eos. Data that prepare.py took over have one, the next id.
     grown = vocab_size if folder.suffix == NANOGPT and own + 1 == vocab_size else own
     model = from_pretrained(folder, verify, dropout=cfg.dropout, vocab_size=grown)
     c = model.config
     if c.vocab_size < vocab_size:
         problem = f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}"
-        fits = f"a tokenizer of {c.vocab_size} tokens or fewer"
-        raise UserError(f"{problem}: prepare it with {fits}, if its own has more, too")
-    extended = longer(c, cfg)
+        fits = f"a tokenizer of at most {c.vocab_size} tokens"
+        raise UserError(f"{problem}: prepare the data with {fits}")
+    extended = extend_context(c, cfg)
     if extended != c:
         length = f"block_size {c.block_size} -> {extended.block_size}"
         if extended.rope_scaling != c.rope_scaling:
             length += f", rope_scaling {c.rope_scaling!r} -> {extended.rope_scaling!r}"
-        note(f"{folder} has never seen such long sequences: {length}")
+        note(f"{folder} was trained on shorter sequences: {length}")
         model.config = extended
         model.rope = rope_table(extended)
     tokenizer = tokenizer_of_model(folder)
@@ -388,18 +389,18 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
         raise UserError(f"{problem}: prepare the data with --tokenizer={folder}")
     shape = asdict(extended) | {"block_size": cfg.block_size}
     if others := [f"{k}={v}" for k, v in changes(cfg).items() if v != shape.get(k, v)]:
-        note(f"{folder} keeps its own shape: {' '.join(others)} is ignored")
+        note(f"{folder} keeps its own shape and ignores {' '.join(others)}")
     return model
 
 
-def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
-    """Return the shape of a model that serves sequences of cfg.block_size, with its rope_scaling.
+def extend_context(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
+    """Return the shape of a model, extended to cfg.block_size and cfg.rope_scaling.
 
-    Raises UserError if it cannot.
+    Raises UserError if the model cannot be extended.
     """
     if c.pos == "learned" and cfg.block_size > c.block_size:
-        learned = f"the model has learned positions for {c.block_size} tokens, and no others"
-        raise UserError(f"block_size={cfg.block_size}: {learned}: a model with RoPE has them all")
+        learned = f"the model has learned positions for {c.block_size} tokens only"
+        raise UserError(f"block_size={cfg.block_size}: {learned}: lower it, or use RoPE")
     length = max(c.block_size, cfg.block_size)
     try:
         return replace(c, block_size=length, rope_scaling=cfg.rope_scaling or c.rope_scaling)

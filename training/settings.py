@@ -10,7 +10,7 @@ from configurator import UserError, grouped, option
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
 from text.windows import Documents, LossOn, LossPer
 
-# Headings of two groups whose settings do not change what a run learns: PLACE, TRAINING below.
+# Headings of two groups of settings that do not change what a run learns: see TRAINING below.
 RUN = "Run"
 REPORT = "Evaluation, samples, checkpoints"
 
@@ -34,16 +34,19 @@ class TrainConfig:
         "--resume=yes and --resume=auto",
     )
     resume: Literal["no", "auto", "yes"] = option(
-        "no", "go on from the newest checkpoint of this run; auto: begin the run if there is none"
+        "no",
+        "yes: continue from the newest checkpoint of this run; auto: start the run if it has none",
     )
-    overwrite: bool = option(False, "rename an earlier run of this name to RUN.old first")
+    overwrite: bool = option(False, "first rename an earlier run of this name to RUN.old")
     switch_data: bool = option(
-        False, "a resumed run may go on with another dataset, from its beginning (docs/resume.md)"
+        False, "a resumed run may continue on another dataset, from its start (docs/resume.md)"
     )
     data_dir: str = option("data", "folder of all data sets")
     device: str = option("auto", "auto: cuda, then mps, then cpu")
     peak_tflops: float = option(
-        0.0, "peak of one device, for MFU; 0: from its datasheet, measured on a CPU", minimum=0
+        0.0,
+        "peak speed of one device, for MFU; 0: from the datasheet of a GPU, or measured on a CPU",
+        minimum=0,
     )
     # WANDB_MODE=offline, then `wandb sync`: for computers without a network.
     tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = option(
@@ -62,7 +65,7 @@ class TrainConfig:
     )
     loss_per: LossPer = option("token", "weight the loss per token or per document")
     loss_on: LossOn = option(
-        "all", "answers: of conversations, train only on what the assistant says"
+        "all", "answers: train only on the answers of the assistant in conversations"
     )
 
     preset: str = option(
@@ -81,7 +84,7 @@ class TrainConfig:
         "activation of the MLP; preset: gelu for gpt2, else swiglu",
         choices=("preset", *ACTIVATIONS),
     )
-    # With qwen2, queries, keys and values have one, whatever bias is.
+    # With qwen2, queries, keys and values have a bias in any case.
     bias: bool | Literal["preset"] = option(
         "preset", "biases in linear layers and LayerNorm; preset: true for gpt2"
     )
@@ -114,12 +117,12 @@ class TrainConfig:
 
     max_steps: int = option(
         0,
-        "in steps",
+        "number of steps",
         minimum=0,
         group="Length: the first of these limits ends the run; 0: no limit",
     )
-    max_epochs: float = option(0.0, "in passes over train.bin", minimum=0)
-    max_tokens: int = option(0, "in tokens", minimum=0)
+    max_epochs: float = option(0.0, "number of passes over train.bin", minimum=0)
+    max_tokens: int = option(0, "number of tokens", minimum=0)
 
     optimizer: Literal["adamw", "muon", "adafactor"] = option(
         "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest", group="Optimizer"
@@ -179,18 +182,18 @@ class TrainConfig:
     )
     shard: Literal["none", "optimizer", "gradients", "all"] = option(
         "none",
-        "what is sharded across ranks: the optimizer's state (ZeRO 1), also the "
-        "gradients (2), or the weights too (3)",
+        "what is sharded over the ranks: the optimizer's state (ZeRO 1), gradients too (ZeRO 2), "
+        "or all: weights too (ZeRO 3)",
     )
 
     eval_every: int = option(250, "steps between two evaluations", above=0, group=REPORT)
     eval_tokens: int = option(
-        1_000_000, "tokens of val.bin in an evaluation, evenly spread; 0: all", minimum=0
+        1_000_000, "tokens of val.bin per evaluation, evenly spread; 0: all", minimum=0
     )
     sample_every: int = option(250, "steps between two samples of the model; 0: none", minimum=0)
-    sample_prompt: str = option("", "prompt of these samples; with loss_on=answers, a question")
+    sample_prompt: str = option("", "prompt of the samples; with loss_on=answers, a question")
     save_every: int = option(1000, "steps between two checkpoints", above=0)
-    keep: int = option(2, "newest checkpoints to keep, in addition to the best one", above=0)
+    keep: int = option(2, "number of newest checkpoints to keep, besides the best one", above=0)
     log_every: int = option(10, "steps between two log lines", above=0)
 
     def problems(self) -> list[str]:
@@ -205,18 +208,19 @@ class TrainConfig:
         if not has_end and self.resume != "yes":  # a resumed run has an end already
             problems.append("the run has no end: name a config, or give max_steps or max_epochs")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
-            problems.append("warmup_ratio and decay_ratio must be at most 1 together")
+            problems.append("warmup_ratio + decay_ratio must be at most 1")
         if self.shard != "none" and self.optimizer == "adafactor":
-            problems.append(f"shard={self.shard} goes with adamw or muon")
+            problems.append(f"shard={self.shard} needs optimizer adamw or muon")
         if self.tracker not in ("none", "off") and find_spec(self.tracker) is None:
             problems.append(f"tracker={self.tracker} needs: pip install {self.tracker}")
         return problems
 
 
-# A run learns the same in another place, up to rounding. Another TRAINING makes another model.
-PLACE = grouped(TrainConfig)[RUN]
-REPORTED = grouped(TrainConfig)[REPORT]
-TRAINING = [f.name for f in fields(TrainConfig) if f.name not in (*PLACE, *REPORTED)]
+# RUN_SETTINGS and REPORT_SETTINGS change a model by rounding at most. Other TRAINING settings make
+# another model.
+RUN_SETTINGS = grouped(TrainConfig)[RUN]
+REPORT_SETTINGS = grouped(TrainConfig)[REPORT]
+TRAINING = [f.name for f in fields(TrainConfig) if f.name not in (*RUN_SETTINGS, *REPORT_SETTINGS)]
 
 
 def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:

@@ -2,7 +2,9 @@
 # CONFIG=config/docs_large.py, and --init_from=out/docs_large. The runs are
 # judged by the answers of val, which are in other wordings than those of train.
 # With AdamW the embeddings and vectors have the rate of the matrices.
-question = "Which optimizer, rate and number of epochs teach the model of config/docs_large.py to answer?"
+question = (
+    "Which optimizer, rate and number of epochs teach the model of config/docs_large.py to answer?"
+)
 config = "config/chat.py"
 batch_size = 8
 batch_tokens = 8 * 256

@@ -1,4 +1,4 @@
-# The same question for two mixtures. --dataset names the shares, which the hash of a run contains.
+# The same question for two mixtures. --dataset names the weights, which the hash of a run contains.
 #   python -m bench.lab bench/questions/documents_mixed.py
 from bench.questions.documents import *  # noqa: F403
 

@@ -1,5 +1,5 @@
-# Each optimizer with several rates, because the best one differs. Adafactor's rate is a share of
-# the size of the weights, whose standard deviation begins at 0.02; torch takes at most
+# Each optimizer with several rates, because the best one differs. Adafactor's rate is relative to
+# the size of the weights, whose standard deviation starts at 0.02; torch takes at most
 # 1 / sqrt(step).
 question = "Which optimizer ends with the lowest loss on the same tokens?"
 config = "bench/laptop.py"

@@ -228,7 +228,7 @@ def make_data(data: Path) -> Path:
     """Make the data sets tiny and chat in a folder; return it."""
     data.mkdir(parents=True)
     prepared(data, make_records(300))
-    chats = records(conversations(300, marks=True))
+    chats = records(conversations(300, special=True))
     prepared(data, chats, "--name=chat", f"--tokenizer={data / 'tiny'}")
     return data
 

@@ -85,12 +85,12 @@ TRAIN = {
     "--dataset=newer": "newer",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json",
     "--init_from=resume": "{new}/run/ckpt",
-    "--init_from=nowhere": "nowhere: no folder of a model on this disk",
+    "--init_from=nowhere": "nowhere: not a model folder on this disk",
     "--init_from={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
     "--init_from={gpt2} --block_size=64": "block_size=64",
     "--init_from={gpt2} --rope_scaling=linear:2": "rope",
     "--out_dir={out}": "--overwrite",
-    "--out_dir={out} --init_from=resume --optimizer=muon": "optimizer is adamw there, muon here",
+    "--out_dir={out} --init_from=resume --optimizer=muon": "optimizer was adamw, is muon",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
 SAMPLE = {

@@ -376,7 +376,7 @@ def test_pruning_leaves_what_somebody_added_or_linked(copied, trains, tmp_path):
 
 
 def test_each_file_that_comes_with_a_tokenizer_is_pruned():
-    assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < {*checkpoint.OUR_FILES}
+    assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < {*checkpoint.CHECKPOINT_FILES}
 
 
 # -- a terminal, a pipe or a disk that goes away --
@@ -422,7 +422,7 @@ def test_a_resume_with_the_same_batch_plans_the_same_end(end):
         again = make_plan(cfg, 1, 1_000_003, done)
         assert again.steps == plan.steps
         assert again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
-        assert (again.place(step), again.place(plan.steps)) == (step, plan.steps)
+        assert (again.position(step), again.position(plan.steps)) == (step, plan.steps)
 
 
 @pytest.mark.parametrize("end", [{"max_tokens": 20_480}, {"max_epochs": 0.2}, {"max_steps": 40}])
@@ -434,9 +434,9 @@ def test_the_schedule_goes_on_where_it_was_with_other_batches(end, size):
         plan = make_plan(replace(cfg, batch_tokens=512), 1, 102_400)
         cfg = replace(cfg, batch_tokens=size)
         again = make_plan(cfg, 1, 102_400, Progress(step, step * 512 // 32))
-        before, after = (lr_at(p.place(step), p.place(p.steps), cfg) for p in (plan, again))
+        before, after = (lr_at(p.position(step), p.position(p.steps), cfg) for p in (plan, again))
         assert after == pytest.approx(before, abs=0.02)
-        assert lr_at(again.place(again.steps - 1), again.place(again.steps), cfg) == 0.1
+        assert lr_at(again.position(again.steps - 1), again.position(again.steps), cfg) == 0.1
 
 
 def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied, refuses):

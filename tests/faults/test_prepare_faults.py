@@ -146,13 +146,13 @@ def test_a_kill_before_any_change_on_the_disk_loses_no_data(corpus, reference, t
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(corpus, tmp_path, refuses):
     path = shutil.copy(corpus[0], tmp_path / "c.jsonl")
-    source = sources.Source.at(path, "jsonl")
+    source = sources.Source.from_path(path, "jsonl")
     for change in (b"", b'{"text": "one more"}\n'):  # the first one only sets its times
         os.utime(path, (0, 0))
         path.write_bytes(path.read_bytes() + change)
         with pytest.raises(UserError, match="c.jsonl: it changed"):
             list(read_chunks([source], PrepareConfig()))
-    (source,) = read = [sources.Source.at(path, "jsonl")]
+    (source,) = read = [sources.Source.from_path(path, "jsonl")]
     list(read_chunks(read, PrepareConfig()))
     assert source.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -251,7 +251,7 @@ def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(
     path.write_text("\n".join(lines), encoding=encoding)
     cfg = PrepareConfig(encoding=encoding, txt=txt, max_record_mb=LIMIT / 1e6)
     tally = Tally()
-    chunks = read_chunks([Source.at(path, suffix)], cfg)
+    chunks = read_chunks([Source.from_path(path, suffix)], cfg)
     parsed = [d for chunk in chunks for d in records.documents(chunk, cfg, tally)]
     assert [document.texts for document in parsed] == [[text] for text in texts]
     assert tally.bad == {TOO_LONG: 2} and tally.examples[0] == f"{path}:21: {TOO_LONG}"
@@ -268,7 +268,7 @@ def test_memory_does_not_grow_with_a_record(tmp_path, suffix):
     path.write_text(BEGINNINGS[suffix] + ("z" * 1999 + "\n" * (suffix == "csv")) * 12_500)
     tracemalloc.start()
     try:
-        chunks = read_chunks([Source.at(path, suffix)], PrepareConfig(max_record_mb=1))
+        chunks = read_chunks([Source.from_path(path, suffix)], PrepareConfig(max_record_mb=1))
         ((_, record),) = [record for chunk in chunks for record in chunk.records]
         assert isinstance(record, ValueError) or suffix == "jsonl"  # a worker refuses it
     except UserError:
@@ -326,7 +326,7 @@ def test_an_element_may_be_cut_by_the_edge_at_every_place(tmp_path):
         values = [{"text": "x" * (65_536 - shift)}, *tricky, {"text": "the last"}]
         for text in (json.dumps(values), "\n".join(map(json.dumps, values))):
             path.write_text(text)
-            chunks = read_chunks([Source.at(path, "json")], PrepareConfig(max_record_mb=1))
+            chunks = read_chunks([Source.from_path(path, "json")], PrepareConfig(max_record_mb=1))
             assert [v for chunk in chunks for _, v in chunk.records] == values, shift
 
 

@@ -84,7 +84,8 @@ def shipped(configs: list[str], compiled: bool) -> Iterator[Case]:
         modes = itertools.product(DTYPES, ("stream", "mask"), ("none", "blocks"), RANKS)
         for dtype, documents, recompute, (world, shard) in modes:
             step = Step(cfg.batch_size, cfg.block_size, 2, dtype, compiled, "cuda", world)
-            step = step.of(replace(cfg, shard=shard, recompute=recompute, documents=documents))
+            new = replace(cfg, shard=shard, recompute=recompute, documents=documents)
+            step = step.with_cfg(new)
             yield Case(config, model, step).that_fits()
 
 

@@ -41,5 +41,5 @@ def tolist(x: torch.Tensor, real=torch.Tensor.tolist):
 torch.Tensor.tolist = tolist
 torch.cuda.Event.elapsed_time = lambda begin, end: 1.0
 torch.backends.cuda.enable_cudnn_sdp(False)  # the simulation has no cuDNN
-# The simulation refuses pieces of different sizes, some of them empty.
+# The simulation refuses parts of different sizes, some of them empty.
 torch.distributed.all_to_all_single = lambda output, *args, **options: None

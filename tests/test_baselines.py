@@ -1,4 +1,4 @@
-"""What a loss is compared with: counted by prepare.py, said by train.py."""
+"""The n-gram baselines: computed by prepare.py, used by train.py."""
 
 import math
 from fractions import Fraction
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import metrics
 
+from text.baselines import mixed_baselines, ngram_losses
 from text.dataset import DataSet
-from text.landmarks import count_landmarks, mixed_landmarks
 
 V = 40
 META = {"vocab_size": V, "dtype": "uint16"}
@@ -25,7 +25,7 @@ def ids(tmp_path) -> tuple[np.ndarray, np.ndarray]:
     return splits
 
 
-def test_the_landmarks_are_those_of_the_formulas(ids, tmp_path):
+def test_the_losses_are_those_of_the_formulas(ids, tmp_path):
     train_ids, val_ids = ids
     counts = np.zeros((V, V))
     np.add.at(counts, (train_ids[:-1], train_ids[1:]), 1)
@@ -36,19 +36,19 @@ def test_the_landmarks_are_those_of_the_formulas(ids, tmp_path):
     p2[c == 0] = p1
     assert p1.sum() == pytest.approx(1) and p2.sum(1) == pytest.approx(np.ones(V))
     v, w = val_ids[:-1], val_ids[1:]
-    assert count_landmarks(tmp_path, META) == {
+    assert ngram_losses(tmp_path, META) == {
         "unigram": pytest.approx(-np.log(p1[w]).mean(), abs=1e-4),
         "bigram": pytest.approx(-np.log(p2[v, w]).mean(), abs=1e-4),
         "bigram_tokens": len(train_ids) - 1,
     }
 
 
-def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
+def test_baselines_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
     a, b = ({"vocab_size": V, "landmarks": {"unigram": x, "bigram": x - 1}} for x in (3.0, 2.0))
     sets = [DataSet("a", Path(), a, Fraction(3, 4)), DataSet("b", Path(), b, Fraction(1, 4))]
-    assert mixed_landmarks(sets, "all") == {"uniform": math.log(V), "unigram": 2.75, "bigram": 1.75}
+    assert mixed_baselines(sets, "all") == {"uniform": math.log(V), "unigram": 2.75, "bigram": 1.75}
     b["landmarks"] = {}
-    assert mixed_landmarks(sets, "all") == {"uniform": math.log(V)}
+    assert mixed_baselines(sets, "all") == {"uniform": math.log(V)}
 
 
 def test_a_run_that_learns_nothing_is_told_so_once(trains, capsys):
