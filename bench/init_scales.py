@@ -3,7 +3,7 @@
     # every scheme of the table INIT in model.py, in a model of 8 layers x 128
     python -m bench.init_scales --dataset=mine
     # some of them, in another model: every setting of train.py is accepted too
-    python -m bench.init_scales config/docs.py --inits gpt2 kaiming --png=scales.png
+    python -m bench.init_scales config/docs_large.py --inits gpt2 kaiming --png=scales.png
 
 A scheme draws the weights of a model. The script measures this model, trains it for `steps` steps
 and measures it again: one forward and one backward pass in fp32, over the same validation windows.

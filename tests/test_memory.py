@@ -135,8 +135,8 @@ def test_the_largest_batch_fits_and_the_next_does_not():
 
 # Bytes that torch allocated on a simulated A100: tests/simgpu/memory.py
 ALLOCATED = {
-    "docs bfloat16 B16 eager stream 1 x none": 375_534_080,
-    "docs float32 B16 compiled stream 1 x none": 396_705_792,
+    "docs_large bfloat16 B16 eager stream 1 x none": 375_534_080,
+    "docs_large float32 B16 compiled stream 1 x none": 396_705_792,
     "gpt2_124m bfloat16 B16 eager stream recompute 1 x none": 4_342_460_928,
     "gpt2_124m float16 B16 eager mask 1 x none": 17_366_742_528,
     "train_1b bfloat16 B8 eager stream 6 x none": 53_670_870_016,

@@ -39,7 +39,7 @@ from tests.simgpu.simulation import SIMGPU, simulated  # noqa: E402
 from training.memory import Step, step_memory  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
 
-VOCABULARY = dict(docs=4096, demo=65, minimind_26m=6400)
+VOCABULARY = dict(docs_large=4096, docs=4096, demo=65, minimind_26m=6400)
 VOCABULARY |= dict(gpt2_124m=50_257, train_1b=32_000)
 GPU = 75e9  # bytes: a case that is predicted to need more gets a smaller batch
 
