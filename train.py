@@ -293,11 +293,10 @@ def main() -> None:
             to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
             if outcome == "taken" and to_log:
                 report.step(loss, lr, grad_norm, flops, all_peak, clock)
-            elif step == start_step:  # after a resume, the first step warms up and is not timed
-                clock.restart(progress.step)
             if step == start_step:
                 gc.collect()
                 gc.freeze()  # these objects will stay: the collector can skip them
+                clock.restart(progress.step)  # after a resume, this step has warmed up
             if stopped := signalled > 0:
                 break
         saver.save(model, optimizer, scaler, progress)

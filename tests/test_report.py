@@ -121,6 +121,12 @@ def test_the_first_step_after_a_resume_is_not_timed(trains):
     assert metrics(run, "step_ms").keys() == metrics(run, "eta_s").keys() == {1, 2, 3, 4, 6, 7, 8}
 
 
+def test_the_step_after_the_first_is_timed_alone(trains, monkeypatch):
+    """Without the collection of garbage, which comes once, between the two."""
+    monkeypatch.setattr(train.gc, "collect", lambda: time.sleep(2))
+    assert metrics(trains(), "step_ms")[2] < 1500
+
+
 def test_eta_counts_evaluations_and_saves_to_come(tmp_path, capsys):
     cfg = TrainConfig(max_steps=100, eval_every=30, save_every=40, tracker="off", batch_tokens=1024)
     plan, progress = make_plan(cfg, 1, 10_000), Progress(step=60, losses=[1.0])
