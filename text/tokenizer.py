@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
+from hardware.disk import check_regular_file
 
 # The special tokens of ChatML: text/chat.py.
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -57,9 +58,10 @@ class SentencePiece:
         import sentencepiece
 
         try:
+            check_regular_file(path)
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
         except (OSError, RuntimeError, ValueError) as e:
-            reason = str(e).strip()
+            reason = getattr(e, "strerror", None) or str(e).strip()
             raise UserError(f"tokenizer {path}: not a SentencePiece model ({reason})") from None
         self.vocab_size = self.sp.vocab_size()
         self.eos_id = self.sp.eos_id()
@@ -245,11 +247,13 @@ class Tiktoken:
         Llama 3. Raises UserError if the file cannot be read or is damaged.
         """
         try:
+            check_regular_file(path)
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
             check_ids(ranks.values())
         except (OSError, ValueError) as e:
-            raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
+            reason = getattr(e, "strerror", None) or e
+            raise UserError(f"tokenizer {path}: not a .tiktoken file ({reason})") from None
         special = special or {"<|endoftext|>": max(ranks.values()) + 1}
         return cls(Path(path).stem, pattern, ranks, special, **options)
 
