@@ -228,6 +228,7 @@ UNREAD = [
     ({"question": "?"}, [], ["{question}", "--fields=NAME"]),
     (["text"], ["--max_bad=0"], ["c.jsonl:51", "--max_bad", "--format=json"]),
     ({"text": {"a": "b"}}, ["--max_bad=0"], ["c.jsonl:51: text is a dict"]),
+    ({"messages": []}, ["--max_bad=0"], ["c.jsonl:51: a conversation without messages"]),
 ]
 
 
@@ -268,6 +269,18 @@ def test_a_git_lfs_pointer_is_named_with_its_cure(tmp_path, refuses, suffix):
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 5\n")
     error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
     assert f"a.{suffix}: " in error and "git lfs pull" in error
+
+
+@pytest.mark.parametrize("name", ["a.model", "a.tiktoken", "folder/tokenizer.model"])
+def test_a_git_lfs_pointer_of_a_tokenizer_is_named(tmp_path, refuses, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 5\n")
+    tokenizer = path.parent if name.startswith("folder") else path
+    corpus = write_texts(tmp_path / "a.txt", MANY)
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tokenizer}"]
+    error = refuses(prepare.main, "--input", corpus, *options)
+    assert path.name in error and "git lfs pull" in error and "Errno" not in error
 
 
 def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):

@@ -307,6 +307,8 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     if others := [name for name in known if not isinstance(record.get(name, ""), str)]:
         name = min(others, key=lambda name: record[name] is None)
         return record_text(record | {name: get(record, name)})  # or get() says what is wrong
+    if any(record.get(key) == [] for key in CONVERSATIONS):
+        raise ValueError("a conversation without messages")
     names = harmless(", ".join(map(str, record)))[:80]
     advice = "name others by --fields=NAME,NAME; jq -c '.NAME[]' FILE prints the records of a list"
     raise ValueError(f"{{{names}}} has no text in a known field: {advice}")
