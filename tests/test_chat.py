@@ -116,6 +116,7 @@ def test_what_says_do_not_learn_this_is_not_learned(tiny_data, tmp_path):
 
 def test_fields_of_conversations_that_are_not_read_are_counted(tiny_data, tmp_path):
     records = [talk(QUESTION, ANSWER | {"reasoning": "."}, rejected="No.", loss_mask=[1])] * 3
+    records += [talk(QUESTION, ANSWER | {"tool_calls": None}, tools="", history=[])]  # nothing
     folder = chats(tiny_data, tmp_path, [talk(QUESTION, ANSWER), *records])
     unread = {"rejected": 3, "loss_mask": 3, "reasoning of messages": 3}
     assert open_dataset(folder)["records"]["unread"] == unread

@@ -47,9 +47,9 @@ def is_refused(item: dict) -> bool:
 
 
 def unread_fields(item: dict, read: Collection[str]) -> set[str]:
-    """Return the fields of a record or a message that nothing reads."""
+    """Return the fields of a record or a message that hold something, and that nothing reads."""
     flags = {key for key in FLAGS if str(item.get(key)).lower() in NO | YES}
-    return item.keys() - set(read) - flags
+    return {key for key in item if item[key] not in (None, "", [], {})} - set(read) - flags
 
 
 def turns_of(messages: Any) -> list[Turn]:
