@@ -425,10 +425,14 @@ def test_a_model_without_a_tokenizer_is_evaluated_with_a_note(tiny_data, tmp_pat
     call(sample.main, *options, f"--tokenizer={tiny_data / 'tiny'}", "--max_new_tokens=3")
 
 
-def test_a_model_with_rope_is_tuned_on_longer_scaled_sequences(finished, trains, transformers):
+def test_a_model_with_rope_is_tuned_on_longer_scaled_sequences(
+    finished, trains, transformers, capsys
+):
     longer = ["--block_size=64", "--batch_tokens=512"]  # the finished run has 32
     start = [f"--init_from={saved(finished)}", *longer, "--max_steps=4"]
     run = trains(*start, "--rope_scaling=llama3:2,1,4,32")
+    [told] = re.findall("not trained with these positions: (.*)", capsys.readouterr().err)
+    assert told == "block_size 32 -> 64, rope_scaling '' -> 'llama3:2,1,4,32'"
     assert metrics(run, "val_loss")[4] < metrics(finished, "val_loss")[8] + 0.1
     # A resume has the same shape, without being told.
     trains("--init_from=resume", *longer, "--max_steps=6")

@@ -375,10 +375,9 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
         raise UserError(f"{problem}: prepare the data with {fits}")
     extended = extend_context(c, cfg)
     if extended != c:
-        length = f"block_size {c.block_size} -> {extended.block_size}"
-        if extended.rope_scaling != c.rope_scaling:
-            length += f", rope_scaling {c.rope_scaling!r} -> {extended.rope_scaling!r}"
-        note(f"{folder} was trained on shorter sequences: {length}")
+        before, after = asdict(c), asdict(extended)
+        changed = [f"{k} {before[k]!r} -> {after[k]!r}" for k in after if after[k] != before[k]]
+        note(f"{folder} was not trained with these positions: {', '.join(changed)}")
         model.config = extended
         model.rope = rope_table(extended)
     tokenizer = tokenizer_of_model(folder)
