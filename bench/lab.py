@@ -76,7 +76,9 @@ class LabConfig(TrainConfig):
         if not self.question or not are_settings or not all(are_settings):
             return ["give a file with a question and variants: bench/questions/optimizers.py"]
         named = [name for name in (self.baseline, *self.only) if name]
-        return [f"{name!r} is no variant" for name in named if name not in self.variants]
+        problems = [f"{name!r} is no variant" for name in named if name not in self.variants]
+        folders = [path for path in (self.json, self.png) if path and Path(path).is_dir()]
+        return problems + [f"{path} is a folder: give the name of a file" for path in folders]
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,14 @@ def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
     assert "resumed from" in (out / f"{interrupted}.log").read_text()
 
 
+def test_a_folder_in_the_place_of_a_file_is_refused_before_any_run(tiny_data, tmp_path, refuses):
+    (tmp_path / "question.py").write_text(QUESTION)
+    options = [*TINY, tmp_path / "question.py", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
+    for option in ("--json", "--png"):
+        assert "is a folder" in refuses(lab.main, *options, f"{option}={tmp_path}")
+    assert not list(tmp_path.glob("*.log"))
+
+
 @pytest.mark.slow
 def test_a_failed_run_does_not_stop_the_others(tiny_data, tmp_path):
     question = QUESTION.replace('"lr": 1e-2', '"n_head": 3').replace("lengths", "_")
