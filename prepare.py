@@ -47,7 +47,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from configurator import UserError, columns, folded, note, parse, run
+from configurator import UserError, changes, columns, folded, note, parse, run
 from hardware.disk import (
     LOCK,
     atomic_write,
@@ -206,6 +206,8 @@ def write_set(
     skipped: for each --input argument, the number of skipped files by reason.
     """
     if sources[0].kind == nanogpt.KIND:
+        if ignored := sorted(changes(cfg).keys() - {"input", "name", "data_dir"}):
+            note(f"nanoGPT's data stay as they are: {', '.join(ignored)} has no effect")
         tokenizer = nanogpt.tokenizer_of(sources)
         info = save_tokenizer(tokenizer, folder)
         writer, tally = nanogpt.copy_splits(sources, tokenizer, folder), Tally()

@@ -55,6 +55,12 @@ def test_a_character_set_keeps_its_ids_and_texts(tmp_path):
     assert (counts["characters"], counts["bytes"]) == (len(part), len(part.encode()))
 
 
+def test_options_without_effect_are_named(tmp_path, capsys):
+    options = ["--name=taken", f"--data_dir={tmp_path}", "--tokenizer=char", "--val_fraction=0.5"]
+    call(prepare.main, "--input", nanogpt_set(tmp_path / "chars"), *options)
+    assert "tokenizer, val_fraction has no effect" in capsys.readouterr().err
+
+
 def test_an_alphabet_without_latin_letters_is_taken_over(tmp_path, refuses):
     source = nanogpt_set(tmp_path / "chars")
     (source / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate("一二三四五"))}))
