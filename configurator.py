@@ -36,9 +36,10 @@ import traceback
 import types
 import typing
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from decimal import Decimal
+from types import ModuleType
 from typing import Any, Literal
 
 
@@ -219,17 +220,22 @@ def is_within(value: Any, meta: Mapping[str, Any]) -> bool:
     return all(BOUNDS[name][1](value, limit) for name, limit in meta.get("limits", {}).items())
 
 
-def kind_of(cls: type, key: str, source: str) -> Any:
-    """Return the type that cls declares for a setting. Raises UserError if it has no such setting.
+def check_known(cls: type, keys: Iterable[str], source: str) -> None:
+    """Raise UserError, with a proposal for each, if `cls` does not declare some of these settings.
 
-    source: where the setting is given, for the message.
+    A table cls.ELSEWHERE has the names that other programs use for a setting.
+    source: where the settings are given, for the message.
     """
     kinds = typing.get_type_hints(cls)
-    if key not in kinds:
-        close = difflib.get_close_matches(key, kinds, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "see --help"
-        raise UserError(f"{source}: unknown setting {key!r}; {hint}")
-    return kinds[key]
+    unknown = []
+    for key in keys:
+        if key not in kinds:
+            table = getattr(cls, "ELSEWHERE", {}).items()
+            here = [f"here it is {name}" for name, others in table if key in others]
+            close = [f"did you mean {name!r}?" for name in difflib.get_close_matches(key, kinds)]
+            unknown.append(f"unknown setting {key!r}: {[*here, *close, 'see --help'][0]}")
+    if unknown:
+        raise UserError(f"{source}: {'; '.join(unknown)}")
 
 
 def expanded(cls: type, key: str, value: Any) -> dict[str, Any]:
@@ -241,9 +247,9 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     """Set values[key] = value, converted to the type that cls declares for key.
 
     source: where the value is given, for the message.
-    Raises UserError if cls has no such setting, or if the setting does not accept the value.
+    Raises UserError if the setting does not accept the value.
     """
-    kind = kind_of(cls, key, source)
+    kind = typing.get_type_hints(cls)[key]
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
         if is_within(values[key], metadata_of(cls, key)):
@@ -271,10 +277,11 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         source = f"config file {path}, line {getattr(e, 'lineno', lines[-1])}"
         problem = " ".join(str(getattr(e, "msg", e)).split())  # msg is without file and line
         raise UserError(f"{source}: {type(e).__name__}: {problem}") from None
-    for key, value in namespace.items():
-        if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            for name, meaning in expanded(cls, key, value).items():
-                set_value(cls, values, name, meaning, f"config file {path}")
+    found = {k: v for k, v in namespace.items() if k[0] != "_" and not isinstance(v, ModuleType)}
+    check_known(cls, found, f"config file {path}")
+    for key, value in found.items():
+        for name, meaning in expanded(cls, key, value).items():
+            set_value(cls, values, name, meaning, f"config file {path}")
 
 
 def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: str = "") -> Any:
@@ -310,6 +317,8 @@ def given_settings(
     if "--help" in argv or "-h" in argv:
         print(help_text(cls, doc))
         sys.exit(0)
+    names = [arg[2:].partition("=")[0].replace("-", "_") for arg in argv if arg[:2] == "--"]
+    check_known(cls, names, "options")
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
     while argv:
@@ -317,7 +326,7 @@ def given_settings(
         if arg.startswith("--"):
             key, equals, text = arg[2:].partition("=")
             key = key.replace("-", "_")
-            kind = kind_of(cls, key, f"--{key}")
+            kind = typing.get_type_hints(cls)[key]
             is_list = typing.get_origin(kind) is tuple
             # A switch may stand alone, also before a config file: it is then True.
             is_switch = bool in (kind, *typing.get_args(kind))

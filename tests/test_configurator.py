@@ -191,3 +191,20 @@ def test_a_closed_pipe_ends_a_program_without_a_traceback():
     command = f'"{sys.executable}" -c "{many}" | head -n 1'
     done = subprocess.run(command, shell=True, cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "x" * 99 + "\n" and done.stderr == ""
+
+
+def test_names_of_other_trainers_are_translated_all_at_once(tmp_path, refuses):
+    path = tmp_path / "nanogpt.py"
+    path.write_text("learning_rate = 1e-3\nmax_iters = 9\nn_layer = 2\neval_interval = 3\n")
+    error = refuses(train.main, path)
+    assert all(f"here it is {name}" in error for name in ("lr", "max_steps", "eval_every"))
+    error = refuses(train.main, "--accumulation_steps=8", "--hidden_size=512", "--bach_size=4")
+    assert all(name in error for name in ("batch_tokens", "n_embd", "did you mean 'batch_size'"))
+
+
+def test_each_translated_name_leads_to_a_setting():
+    for here, others in TrainConfig.ELSEWHERE.items():
+        assert not set(others) & TrainConfig.__dataclass_fields__.keys()
+        name = here.split(",")[0].split("=")[0]
+        is_text = here in ("chosen automatically", "not needed", "sample.py --eval")
+        assert is_text or name in TrainConfig.__dataclass_fields__, here

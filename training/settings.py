@@ -18,6 +18,44 @@ REPORT = "Evaluation, samples, checkpoints"
 @dataclass(frozen=True)
 class TrainConfig:
     # A setting and its value -> the settings that they are short for.
+    # What nanoGPT, MiniMind and transformers' Trainer call a setting.
+    ELSEWHERE: ClassVar = {
+        "lr": ["learning_rate"],
+        "min_lr_ratio, a fraction of lr": ["min_lr"],
+        "warmup_ratio, a fraction of the run": ["warmup_iters", "warmup_steps"],
+        "schedule": ["lr_scheduler_type", "decay_lr"],
+        "max_steps": ["max_iters", "iters"],
+        "max_steps, which the schedule spans": ["lr_decay_iters"],
+        "max_epochs": ["epochs", "num_train_epochs"],
+        "batch_size": ["per_device_train_batch_size"],
+        "batch_tokens, the tokens of a step on all GPUs": [
+            "gradient_accumulation_steps",
+            "accumulation_steps",
+        ],
+        "block_size": ["max_seq_len", "max_length"],
+        "n_embd": ["hidden_size", "dim"],
+        "n_layer": ["num_hidden_layers"],
+        "n_head": ["num_attention_heads"],
+        "n_kv_head": ["num_key_value_heads"],
+        "d_ff": ["intermediate_size"],
+        "optimizer": ["optim"],
+        "grad_clip": ["max_grad_norm"],
+        "eval_every": ["eval_interval", "eval_steps"],
+        "eval_tokens, in tokens": ["eval_iters"],
+        "sample.py --eval": ["eval_only"],
+        "save_every": ["save_interval", "save_steps"],
+        "log_every": ["log_interval", "logging_steps"],
+        "dtype": ["bf16", "fp16", "precision"],
+        "recompute=blocks": ["gradient_checkpointing"],
+        "tracker=wandb": ["wandb_log", "use_wandb", "report_to", "wandb_project"],
+        "run_name": ["wandb_run_name"],
+        "run_name, in out_dir": ["output_dir", "save_dir"],
+        "init_from": ["from_weight", "model_name_or_path"],
+        "resume": ["from_resume", "resume_from_checkpoint"],
+        "dataset, after python prepare.py --input FILE": ["data_path"],
+        "chosen automatically": ["flash_attn", "backend"],
+        "not needed": ["always_save_checkpoint", "num_workers"],
+    }
     SHORT: ClassVar = {
         ("init_from", "resume"): {"resume": "yes"},
         ("init_from", "auto"): {"resume": "auto"},
