@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import stat
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -145,13 +144,18 @@ def read_object(path: Path) -> dict:
 
 
 def code_sha256() -> str:
-    """Return the SHA-256 of the loaded .py files of this project. Its folder does not matter."""
+    """Return the SHA-256 of the .py files of a training. Their folder does not matter."""
     root = Path(__file__).parents[1]
-    files = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
-    ours = {f.relative_to(root): f for f in files if f.suffix == ".py" and root in f.parents}
-    # At most one folder deep, since a virtual environment may be inside the project.
-    names = sorted(name for name in ours if len(name.parts) < 3)
-    return content_sha256({str(name): file_sha256(ours[name]) for name in names})
+    ours = (
+        "train.py",
+        "model.py",
+        "configurator.py",
+        "training/*.py",
+        "text/*.py",
+        "hardware/*.py",
+    )
+    files = [path for pattern in ours for path in sorted(root.glob(pattern))]
+    return content_sha256({str(path.relative_to(root)): file_sha256(path) for path in files})
 
 
 def content_sha256(content: dict) -> str:
