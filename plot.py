@@ -39,7 +39,7 @@ BASELINES |= {"bigram": "token pairs"}
 AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES |= {"time": ("hours of training, without pauses", "step_ms", 3.6e6)}
 # Settings that say where a run is, not what it trains.
-IGNORED_SETTINGS = {"run_name", "out_dir", "data_dir", "init_from", "tracker"}
+IGNORED_SETTINGS = {"run_name", "out_dir", "data_dir", "tracker"}
 
 
 @dataclass(frozen=True)

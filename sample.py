@@ -5,7 +5,7 @@ samples during training did. If the prompt is empty, it starts a new document:
 
     python sample.py
     python sample.py --prompt "Robot.sing: Return" "RobotError: Raised when"
-    python sample.py --ckpt out/docs/ckpt/step_00000800 --prompt "$(cat prompt.txt)"
+    python sample.py --ckpt out/docs/ckpt/step_00001000 --prompt "$(cat prompt.txt)"
     # three new documents
     python sample.py --prompt "" --num_samples 3
     # the checkpoint with the lowest validation loss
@@ -185,7 +185,8 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
         if not same_ids(other, tokenizer):
             again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
             raise UserError(f"{source}: gives other ids than {first}: {again}")
-    if tokenizer.vocab_size > model.config.vocab_size:
+    # nanoGPT's models of characters have no eos; their data set has one here, as the last id.
+    if tokenizer.vocab_size > model.config.vocab_size + (folder.suffix == NANOGPT):
         sizes = f"{model.config.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
         raise UserError(f"{folder}: the model has {sizes}")
     if first.startswith("--eval"):

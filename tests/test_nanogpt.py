@@ -10,6 +10,7 @@ from conftest import call
 from test_prepare import all_texts
 
 import prepare
+import sample
 import train
 from model import GPT, PRESETS, GPTConfig
 from text import nanogpt
@@ -92,8 +93,8 @@ def test_documents_between_eos_are_counted_in_any_steps(tmp_path, monkeypatch, s
     assert meta["lengths"]["max"] == meta["splits"]["val"]["tokens"]
 
 
-def test_a_character_checkpoint_of_nanogpt_continues(tmp_path):
-    """Its vocabulary grows by the eos; all else is as it was."""
+def test_a_character_checkpoint_of_nanogpt_continues(tmp_path, prints):
+    """Its vocabulary grows by the eos; all else is as it was. It writes text as it is."""
     taken = take_over(nanogpt_set(tmp_path / "chars"))
     shape = dict(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=len(CHARACTERS))
     model = GPT(GPTConfig(**PRESETS["gpt2"], **shape, d_ff=64))
@@ -104,6 +105,9 @@ def test_a_character_checkpoint_of_nanogpt_continues(tmp_path):
     }
     path = tmp_path / "ckpt.pt"
     torch.save({"model": stored, "model_args": shape | {"bias": True, "dropout": 0.0}}, path)
+    sampled = ["--prompt=我们走吧", "--max_new_tokens=9", f"--tokenizer={taken}"]
+    text = prints(sample.main, f"--ckpt={path}", *sampled)
+    assert "我们走吧" in text and set(text.split("我们走吧")[1].strip()) <= set(TEXT)
     options = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", f"--init_from={path}"]
     options += ["--dataset=taken", "--lr=1e-30", "--max_steps=2", "--batch_size=2"]
     call(train.main, *options, "--batch_tokens=64", "--eval_tokens=64", "--compile=false")
