@@ -91,7 +91,7 @@ PY
 # patched NAME...: if LEVERS is set, let COPIES name copies of this repository, in each of which a
 # patch is applied, or two: NAME+NAME. The repository itself stays as it is.
 patched() {
-    local name patch copy
+    local name patch copy file
     COPIES=()
     for name in ${LEVERS:+"$@"}; do
         copy=$WORK/$name
@@ -99,8 +99,10 @@ patched() {
             mkdir "$copy"
             cp -R ./*.py pyproject.toml bench config hardware tests text training "$copy"
             for patch in ${name//+/ }; do
-                (cd "$copy" && GIT_CEILING_DIRECTORIES=$WORK git apply bench/patches/$patch.patch) ||
-                    { FAILED+=("$name does not apply") && rm -r "$copy"/*; }
+                file=$PWD/bench/patches/$patch.patch
+                (cd "$copy" && { GIT_CEILING_DIRECTORIES=$WORK git apply "$file" ||
+                    patch -sp1 <"$file"; }) && continue
+                FAILED+=("$name does not apply") && rm -r "$copy"/*
             done
         fi
         [ ! -e "$copy/train.py" ] || COPIES+=("$copy")
@@ -135,13 +137,13 @@ patches() { # their own tests, while the models compile
     done
 }
 product() { # what the power limit leaves of the peak: 0.1 seconds, and 10
-    local seconds query=timestamp,clocks.sm,power.draw,temperature.gpu
+    local seconds query=timestamp,clocks.sm,power.draw,temperature.gpu n=8192
+    [ -z "$TOY" ] || n=64
     nvidia-smi --query-gpu=$query --format=csv,noheader -lms 500 >"$OUT/power.csv" 2>&1 &
     local reader=$!
     for seconds in 0.1 10; do
-        part product 60 $PYTHON -m bench.roof --dtype=bfloat16 --squares 8192 --seconds=$seconds \
-            --json="$OUT/product_$seconds.json" \
-            ${TOY:+--device=cpu --dtype=float32 --squares 64 "${TOY_ROOF[@]}"}
+        part product 60 $PYTHON -m bench.roof --dtype=bfloat16 --squares $n --seconds=$seconds \
+            --json="$OUT/product_$seconds.json" ${TOY:+--device=cpu "${TOY_ROOF[@]}"}
     done
     kill $reader 2>/dev/null
     awk 'NR % 4 == 0' "$OUT/power.csv" # a reading every two seconds
