@@ -118,8 +118,8 @@ train() {
     local data=(--data_dir="$WORK" --dataset="v$V" ${TOY:+"${SHRINK[@]}" "${BRIEF[@]}"})
     if [ -n "${COMPILING-}" ]; then # each copy by itself, at the same time
         for copy in ${COPIES[@]+"${COPIES[@]}"}; do
-            part "$name" "$limit" env -C "$copy" $PYTHON -m bench.compare "$@" "${data[@]}" \
-                --nanogpt= --hf=false
+            part "$name" "$limit" env -C "$copy" $PYTHON -m bench.compare "${@/#--hf/--hf=false}" \
+                "${data[@]}" --nanogpt=
         done
     else
         others=(${COPIES[@]+--others "${COPIES[@]}"})
