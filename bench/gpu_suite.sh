@@ -165,7 +165,7 @@ roof() {
 gpt2() { # 124M, T = 1024: 4 x 32 x 1024 tokens a step
     patched loss
     train gpt2 240 50257 "$OUT/gpt2.json" config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} \
-        --peer_compile --batch_size=32 --batch_tokens=131072 --steps=50 --warmup=10
+        --peer_compile=true --batch_size=32 --batch_tokens=131072 --steps=50 --warmup=10
 }
 large() { # 1.15G, T = 2048 and 1024: 16 x 1024 tokens a micro-step, which fit 80 GB; 140 GB fit 32
     local brief=(--batch_tokens=131072 --steps=9 --warmup=3) gb
