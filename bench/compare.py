@@ -4,6 +4,8 @@
     python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT
     # transformers' Trainer, with the same model
     python -m bench.compare config/minimind_26m.py --dataset=zh --hf
+    # a copy of this repository, for example with a patch of bench/patches
+    python -m bench.compare config/gpt2_124m.py --dataset=mine --others ../patched
     # sampling instead of training
     python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling
     # how long nanoGPT with a recipe of its own and this trainer with a config take to a loss
@@ -73,6 +75,7 @@ from training.settings import model_config
 class CompareConfig(StepConfig):
     nanogpt: str = option("", "folder of a nanoGPT checkout, to compare with", group="Peers")
     hf: bool = option(False, "compare with transformers' Trainer, on the same model")
+    others: tuple[str, ...] = option((), "folders of changed copies of this repository")
     peer_compile: bool = option(False, "torch.compile for the peers as well")
     sampling: bool = option(False, "compare sampling instead of training", group="Speed")
     num_samples: int = option(1, "sampling: texts in a batch", minimum=1)
@@ -95,6 +98,11 @@ class CompareConfig(StepConfig):
         return problems
 
     @property
+    def ours(self) -> dict[str, Path]:
+        """This repository and its changed copies, by their names in the tables."""
+        return {"ours": REPO} | {f"ours, {Path(f).name}": Path(f).resolve() for f in self.others}
+
+    @property
     def log_interval(self) -> int:
         """Steps between two lines of a contestant."""
         return math.gcd(self.warmup, self.steps)
@@ -110,11 +118,11 @@ class CompareConfig(StepConfig):
 # The contestants: commands that print one line for each step. They run in `folder`.
 
 
-def our_command(cfg: CompareConfig, folder: Path, **overrides) -> list[str]:
-    """Return the command of this repository's train.py."""
+def our_command(cfg: CompareConfig, folder: Path, repo: Path = REPO, **overrides) -> list[str]:
+    """Return the command of this repository's train.py, or of a copy's."""
     folders = dict(out_dir=str(folder / "ours"), run_name="run", tracker="off")
     options = train_options(cfg, **folders, sample_every=0, **overrides)
-    return [sys.executable, str(REPO / "train.py"), *options]
+    return [sys.executable, str(repo / "train.py"), *options]
 
 
 def nanogpt_command(cfg: CompareConfig, folder: Path, options: list[str]) -> list[str]:
@@ -217,7 +225,7 @@ import torch
 from model import GPT, GPTConfig
 torch.manual_seed(0)
 model = GPT(GPTConfig(**shape)).to(device, getattr(torch, dtype)).eval()
-if kind == "ours":
+if kind != "nanoGPT":
     from hardware.decoding import record_decoding
     from hardware.kernels import pick_kernels
     model.init_weights()  # nanoGPT's constructor draws its weights by itself
@@ -226,13 +234,13 @@ idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():
     for step in range(3):  # the first one warms up
         made = model.generate(idx, count)
-        last = list(made)[-1] if kind == "ours" else made
+        last = made if kind == "nanoGPT" else list(made)[-1]
         last.cpu()
         print("step", step + 1, flush=True)
 """
 
 
-def sampling_command(repo: str, name: str, c: GPTConfig, cfg: CompareConfig) -> list[str]:
+def sampling_command(repo: Path, name: str, c: GPTConfig, cfg: CompareConfig) -> list[str]:
     """Return the command that samples with the model.py in `repo`.
 
     The weights are freshly initialised, because the time does not depend on their values. Both have
@@ -245,18 +253,19 @@ def sampling_command(repo: str, name: str, c: GPTConfig, cfg: CompareConfig) -> 
         shape = {key: shape[key] for key in names}
         dtype = torch.float32 if device.type == "cpu" else dtype
     named = str(dtype).removeprefix("torch.")
-    facts = [repo, name, shape, named, str(device), cfg.num_samples, cfg.max_new_tokens]
+    facts = [str(repo), name, shape, named, str(device), cfg.num_samples, cfg.max_new_tokens]
     return [sys.executable, "-c", SAMPLING, json.dumps(facts)]
 
 
 def commands_of(cfg: CompareConfig, c: GPTConfig, folder: Path) -> dict[str, list[str]]:
     """Return the command of each contestant, by its name."""
     if cfg.sampling:
-        repos = {"ours": str(REPO)} | ({"nanoGPT": cfg.nanogpt} if cfg.nanogpt else {})
+        repos = cfg.ours | ({"nanoGPT": Path(cfg.nanogpt)} if cfg.nanogpt else {})
         return {name: sampling_command(repo, name, c, cfg) for name, repo in repos.items()}
     # Without what peers do not do.
     rarely = dict(eval_every=10**9, eval_tokens=1, save_every=10**9, log_every=cfg.log_interval)
-    commands = {"ours": our_command(cfg, folder, **rarely, optimizer="adamw", overwrite=True)}
+    rarely |= dict(optimizer="adamw", overwrite=True)
+    commands = {name: our_command(cfg, folder, repo, **rarely) for name, repo in cfg.ours.items()}
     if cfg.nanogpt:
         commands["nanoGPT"] = nanogpt_command(cfg, folder, nanogpt_options(cfg))
     if cfg.hf:

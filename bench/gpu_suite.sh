@@ -5,15 +5,18 @@
 #
 #   # all parts
 #   OUT=results bash bench/gpu_suite.sh
-#   # some of: roof gpt2 large small hf sampling optimizers documents tests sweep
+#   # some of: levers product hf gpt2 small sampling large roof optimizers documents tests sweep
 #   OUT=results bash bench/gpu_suite.sh roof small
+#   # levers: product hf gpt2 small sampling large, without and with the patches of bench/patches
+#   OUT=results bash bench/gpu_suite.sh levers
 #   # also measure nanoGPT, in a checkout that is already on this machine
 #   NANOGPT=../nanoGPT OUT=results bash bench/gpu_suite.sh
 #   # check that every command runs, with a toy model on the CPU
 #   TOY=1 OUT=results bash bench/gpu_suite.sh
 #
-# The script writes these files to OUT: suite.log (all that was printed), roof.json, gpt2.json,
-# models.json, hf.json, sampling.json, optimizers.json, documents_T.json for three T and sweep.json. Its exit code is 1 if a part failed or if no time was left for one.
+# The script writes these files to OUT: suite.log (all that was printed), power.csv, and a .json for
+# each part (models.json: small and large). Its exit code is 1 if a part failed or if no time was
+# left for one. ROUNDS=3: three turns of each contestant.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?where to? OUT=results bash bench/gpu_suite.sh}
@@ -24,15 +27,16 @@ WORK=$(mktemp -d) && trap 'rm -rf "$WORK"' EXIT
 export TMPDIR=$WORK
 exec > >(tee -a "$OUT/suite.log") 2>&1 # -a: a second call appends to the log of the first
 PYTHON=${PYTHON:-python3}
-DEADLINE=$((SECONDS + 520))
+DEADLINE=$((SECONDS + ${TOY:+3}520))
 FAILED=() LATER=()
 
 NANO=(${NANOGPT:+--nanogpt="$NANOGPT"})
+ROUNDS=${ROUNDS:-1} LEVERS=${LEVERS:-}
 TOY=${TOY:-}
 if [ -n "$TOY" ]; then # these stand last on a command line, where they override earlier options
     SHRINK=(--device=cpu --n_layer=2 --n_head=2 --n_kv_head=0 --n_embd=32)
     SHRINK+=(--block_size=32 --batch_size=2 --batch_tokens=128)
-    BRIEF=(--steps=4 --warmup=1 --rounds=1 --compile=false)
+    BRIEF=(--steps=4 --warmup=1 --rounds=1 --compile=false --peer_compile=false)
     TOY_SAMPLING=(--num_samples=2 --max_new_tokens=8)
     TOY_SWEEP=(--block_sizes 1 16 --batch_sizes 1 2 --accums 1 2 --seconds=0.1)
     TOY_ROOF=(--seconds=0.001 --compile=false)
@@ -84,16 +88,66 @@ if not to.exists():
 PY
 }
 
-# train PART SECONDS V JSON OPTIONS...: measure tokens/s, TFLOPS and MFU of training with a clock
-# outside of the process; also for the peers that OPTIONS name.
-train() {
-    local name=$1 limit=$2 V=$3 json=$4
-    shift 4
-    dataset "$V"
-    part "$name" "$limit" $PYTHON -m bench.compare "$@" --data_dir="$WORK" --dataset="v$V" \
-        --json="$json" ${TOY:+"${SHRINK[@]}" "${BRIEF[@]}"}
+# patched NAME...: if LEVERS is set, let COPIES name copies of this repository, in each of which a
+# patch is applied, or two: NAME+NAME. The repository itself stays as it is.
+patched() {
+    local name patch copy file
+    COPIES=()
+    for name in ${LEVERS:+"$@"}; do
+        copy=$WORK/$name
+        if [ ! -e "$copy" ]; then
+            mkdir "$copy"
+            cp -R ./*.py pyproject.toml bench config hardware tests text training "$copy"
+            for patch in ${name//+/ }; do
+                file=$PWD/bench/patches/$patch.patch
+                (cd "$copy" && { GIT_CEILING_DIRECTORIES=$WORK git apply "$file" ||
+                    patch -sp1 <"$file"; }) && continue
+                FAILED+=("$name does not apply") && rm -r "$copy"/*
+            done
+        fi
+        [ ! -e "$copy/train.py" ] || COPIES+=("$copy")
+    done
 }
 
+# train PART SECONDS V JSON OPTIONS...: measure tokens/s, TFLOPS and MFU of training with a clock
+# outside of the process; also for the peers that OPTIONS name, and for the COPIES.
+train() {
+    local name=$1 limit=$2 V=$3 json=$4 copy others=()
+    shift 4
+    dataset "$V"
+    local data=(--data_dir="$WORK" --dataset="v$V" ${TOY:+"${SHRINK[@]}" "${BRIEF[@]}"})
+    if [ -n "${COMPILING-}" ]; then # each copy by itself, at the same time
+        for copy in ${COPIES[@]+"${COPIES[@]}"}; do
+            part "$name" "$limit" env -C "$copy" $PYTHON -m bench.compare "${@/#--hf/--hf=false}" \
+                "${data[@]}" --nanogpt=
+        done
+    else
+        others=(${COPIES[@]+--others "${COPIES[@]}"})
+    fi
+    part "$name" "$limit" $PYTHON -m bench.compare "$@" --rounds="$ROUNDS" --json="$json" \
+        "${data[@]}" ${others[@]+"${others[@]}"}
+}
+
+patches() { # their own tests, while the models compile
+    local name
+    patched graph loss gqa decode flash
+    for name in graph loss gqa decode flash; do
+        part "tests_$name" 120 env -C "$WORK/$name" $PYTHON -m pytest -q --tb=short \
+            "tests/test_$name.py"
+    done
+}
+product() { # what the power limit leaves of the peak: 0.1 seconds, and 10
+    local seconds query=timestamp,clocks.sm,power.draw,temperature.gpu n=8192
+    [ -z "$TOY" ] || n=64
+    nvidia-smi --query-gpu=$query --format=csv,noheader -lms 500 >"$OUT/power.csv" 2>&1 &
+    local reader=$!
+    for seconds in 0.1 10; do
+        part product 60 $PYTHON -m bench.roof --dtype=bfloat16 --squares $n --seconds=$seconds \
+            --json="$OUT/product_$seconds.json" ${TOY:+--device=cpu "${TOY_ROOF[@]}"}
+    done
+    kill $reader 2>/dev/null
+    awk 'NR % 4 == 0' "$OUT/power.csv" # a reading every two seconds
+}
 numbers() { # -v prints the names of the tests one by one, so that they are there after a kill
     local workers=()
     $PYTHON -c "import xdist" 2>/dev/null && workers=(-n 8)
@@ -109,30 +163,44 @@ roof() {
         --json="$OUT/roof.json" ${TOY:+"${SHRINK[@]}" "${TOY_ROOF[@]}"}
 }
 gpt2() { # 124M, T = 1024: 4 x 32 x 1024 tokens a step
+    patched loss
     train gpt2 240 50257 "$OUT/gpt2.json" config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} \
-        --peer_compile --batch_size=32 --batch_tokens=131072 --steps=50 --warmup=10 --rounds=1
+        --peer_compile=true --batch_size=32 --batch_tokens=131072 --steps=50 --warmup=10
 }
-large() { # 1.15G, T = 2048 and 1024: 16 x 1024 tokens a micro-step, which fit 80 GB
-    local brief=(--batch_tokens=131072 --steps=9 --warmup=3 --rounds=1)
-    train large_2048 240 32000 "$WORK/1b_2048.json" config/train_1b.py --block_size=2048 \
+large() { # 1.15G, T = 2048 and 1024: 16 x 1024 tokens a micro-step, which fit 80 GB; 140 GB fit 32
+    local brief=(--batch_tokens=131072 --steps=9 --warmup=3) gb
+    gb=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+    patched gqa
+    train large_2048 400 32000 "$WORK/1b_2048.json" config/train_1b.py --block_size=2048 \
         --batch_size=8 "${brief[@]}"
-    train large_1024 240 32000 "$WORK/1b_1024.json" config/train_1b.py --block_size=1024 \
-        --batch_size=16 "${brief[@]}"
+    COPIES=()
+    [ "${gb:-0}" -lt 120000 ] || train large_16 240 32000 "$WORK/1b_16.json" config/train_1b.py \
+        --block_size=2048 --batch_size=16 "${brief[@]}"
+    [ -n "$LEVERS" ] || train large_1024 240 32000 "$WORK/1b_1024.json" config/train_1b.py \
+        --block_size=1024 --batch_size=16 "${brief[@]}"
 }
 small() { # MiniMind's size, T = 512
+    patched gqa
     train small 90 6400 "$WORK/26m.json" config/minimind_26m.py --batch_size=128 \
-        --batch_tokens=131072 --steps=120 --warmup=20 --rounds=1
+        --batch_tokens=131072 --steps=120 --warmup=20
 }
 hf() { # the 100M model with 8 x 1024 tokens a step, beside transformers' Trainer
-    train hf 150 16384 "$OUT/hf.json" config/train_100m.py --hf --batch_size=8 \
-        --batch_tokens=8192 --steps=120 --warmup=20 --rounds=1
+    local peer=(--hf)
+    $PYTHON -c "import accelerate, transformers" || peer=()
+    patched graph
+    train hf 150 16384 "$OUT/hf.json" config/train_100m.py ${peer[@]+"${peer[@]}"} --batch_size=8 \
+        --batch_tokens=8192 --steps=120 --warmup=20
 }
-sampling() {
+sampling() { # 32 texts at the same time, and one
+    local texts
     dataset 50257
-    part sampling 120 $PYTHON -m bench.compare config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} \
-        --sampling --num_samples=32 --max_new_tokens=512 --rounds=1 --data_dir="$WORK" \
-        --dataset=v50257 --json="$OUT/sampling.json" \
-        ${TOY:+"${SHRINK[@]}" "${TOY_SAMPLING[@]}"}
+    patched decode flash decode+flash
+    for texts in 32 1; do
+        part "sampling_$texts" 150 $PYTHON -m bench.compare config/gpt2_124m.py --sampling \
+            ${NANO[@]+"${NANO[@]}"} --num_samples=$texts --max_new_tokens=512 --rounds="$ROUNDS" \
+            --data_dir="$WORK" --dataset=v50257 --json="$OUT/sampling_$texts.json" \
+            ${TOY:+"${SHRINK[@]}" "${TOY_SAMPLING[@]}"} ${COPIES[@]+--others "${COPIES[@]}"}
+    done
 }
 optimizers() { # what Muon and Adafactor cost, beside AdamW
     part optimizers 120 $PYTHON -m bench.sweep config/minimind_26m.py --vary=optimizer \
@@ -166,6 +234,7 @@ compile_first() {
         case $name in gpt2 | small | hf | optimizers | documents) $name ;; esac
     done
     COMPILING=
+    [ -z "$LEVERS" ] || patches
     [[ " $* " != *" tests "* ]] || { numbers; NUMBERS=done; }
     [ ${#PIDS[@]} -eq 0 ] || wait "${PIDS[@]}"
     find "$WORK" -name '*.best_config' -delete
@@ -181,12 +250,16 @@ python = sys.version.split()[0]
 cudnn = torch.backends.cudnn.version()
 print("Python", python, "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", cudnn)
 PY
-ALL="roof gpt2 large small hf sampling optimizers documents tests sweep"
-PARTS=(${*:-$ALL})
-for name in "${PARTS[@]}"; do
-    [[ " $ALL " == *" $name "* ]] || { echo "no part $name: $ALL" && exit 2; }
+TABLE="product hf gpt2 small sampling large"
+ALL="levers roof optimizers documents tests sweep"
+PARTS=()
+for name in ${*:-$ALL}; do
+    [[ " $ALL $TABLE " == *" $name "* ]] || { echo "no part $name: $ALL $TABLE" && exit 2; }
+    [ "$name" != levers ] || { LEVERS=yes && name=$TABLE; }
+    PARTS+=($name)
 done
 [ -n "$TOY" ] || [ ${#PARTS[@]} -eq 1 ] || compile_first "${PARTS[@]}"
+[ -z "$TOY" ] || [ -z "$LEVERS" ] || patches
 for name in "${PARTS[@]}"; do
     $name
 done
@@ -198,7 +271,7 @@ if found:
     before = json.loads(target.read_text()) if target.exists() else {}
     target.write_text(json.dumps(before | found, indent=1) + "\n")
 PY
-again="${NANOGPT:+NANOGPT=$NANOGPT }OUT=$OUT bash bench/gpu_suite.sh ${LATER[*]-}"
+again="${NANOGPT:+NANOGPT=$NANOGPT }${LEVERS:+LEVERS=yes }OUT=$OUT bash bench/gpu_suite.sh ${LATER[*]-}"
 summary="$SECONDS s${FAILED[*]:+; failed: ${FAILED[*]}}"
 echo && echo "---- $summary${LATER[*]:+; no time was left for ${LATER[*]}: $again}"
 [ $((${#FAILED[@]} + ${#LATER[@]})) -eq 0 ]

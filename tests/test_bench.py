@@ -86,8 +86,9 @@ def test_recipe_evaluates_the_final_weights_of_both(tiny_data, tmp_path):
 @pytest.mark.slow
 def test_sampling_is_timed(tiny_data, tmp_path):
     options = ["--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
-    facts = compared(tiny_data, tmp_path, *options)
+    facts = compared(tiny_data, tmp_path, *options, f"--others={REPO}")
     assert facts["tokens_per_s"]["ours"] == pytest.approx(16 / facts["seconds"]["ours"][0])
+    assert facts["seconds"].keys() == {"ours", f"ours, {REPO.name}"}
 
 
 def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
