@@ -338,8 +338,8 @@ def given_settings(
             if not texts and not is_switch:
                 raise UserError(f"--{key}: a value is missing; it takes {domain(cls, key)}")
             texts = texts or [True]
-            many = [*options.get(key, []), *texts]
-            options |= {key: many} if is_list else expanded(cls, key, texts[0])
+            before = options.get(key, [])
+            options |= {key: [*before, *texts]} if is_list else expanded(cls, key, texts[0])
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):

@@ -193,6 +193,11 @@ def test_a_closed_pipe_ends_a_program_without_a_traceback():
     assert done.stdout == "x" * 99 + "\n" and done.stderr == ""
 
 
+def test_the_last_value_of_an_option_counts():
+    twice = ["--compile", "--lr=1", "--compile=false", "--lr=2", "--max_steps=1"]
+    assert parse(TrainConfig, twice) == TrainConfig(compile=False, lr=2.0, max_steps=1)
+
+
 def test_names_of_other_trainers_are_translated_all_at_once(tmp_path, refuses):
     path = tmp_path / "nanogpt.py"
     path.write_text("learning_rate = 1e-3\nmax_iters = 9\nn_layer = 2\neval_interval = 3\n")
