@@ -21,6 +21,7 @@ from text.sources import Source
 
 # The function that a worker applies to chunks. It is sent to each worker once, at its start.
 Task = Callable[[Chunk], tuple[Any, Tally]]
+worker_task: Task  # in a worker
 
 
 def map_chunks(
@@ -58,7 +59,7 @@ def begin_worker(task: Task) -> None:
 
 
 def end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    multiprocessing.parent_process().join()  # pyrefly: ignore
     os._exit(1)
 
 
