@@ -432,7 +432,7 @@ class GPT(nn.Module):
         """Compute with these kernels from now on, in all layers. Return this model."""
         for module in self.modules():
             if hasattr(module, "kernels"):
-                module.kernels = kernels  # pyrefly: ignore
+                module.kernels = kernels  # pyrefly: ignore[bad-argument-type]
         return self
 
     def forward(

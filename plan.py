@@ -126,8 +126,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
     dtype = torch.bfloat16 if card is None or "bf16" in card.tflops else torch.float16
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
-    size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
-    gb = float(size[1]) if size else 0.0
+    gb = sum(map(float, re.findall(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())))
     if card is None and not (gb and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "for another GPU, give its memory and speed: --gpu=4060-8g --peak_tflops=12"
@@ -264,11 +263,10 @@ def print_time(run: PlannedRun) -> None:
 def rows_of_hours(run: PlannedRun, flops: float, tflops: float) -> dict[str, str]:
     """Return the time and energy for `flops` FLOPs, at several fractions of the peak."""
     cfg = run.cfg
-    hours_at_peak = flops / (tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
     # A given peak may be a measured speed: a fraction of it has no meaning.
     for fraction in (1.0,) if cfg.peak_tflops else (0.15, 0.2, 0.3, 0.4, 0.55):
-        hours = hours_at_peak / fraction
+        hours = flops / (fraction * tflops * 1e12 * 3600 * cfg.nproc)
         text = duration(hours)
         if run.device.watts:
             kwh = hours * run.device.watts * cfg.nproc / 1e3

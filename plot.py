@@ -240,12 +240,11 @@ def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) ->
     from matplotlib.colors import to_rgb
 
     dark = tuple(0.6 * part for part in to_rgb(colour))
-    dots = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
+    dots: dict[str, Any] = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
     cross = dict(ls="", marker="x", transform=losses.get_xaxis_transform())
     x, y = run.curves.get("loss", np.empty((2, 0)))
     skipped, _ = run.curves.get("bad_steps", np.empty((2, 0)))
-    curves: list[tuple[str, Any, Any, dict]] = [("", x, y, dots)]
-    curves += [("training, smoothed", x, smoothed(y), dict(lw=1.5))]
+    curves = [("", x, y, dots), ("training, smoothed", x, smoothed(y), dict(lw=1.5))]
     curves += [("skipped step (NaN, infinity)", skipped, 0 * skipped + 0.02, cross)]
     evaluated = {"val_loss": ("validation", "-o"), "train_eval_loss": ("evaluated on train", "--^")}
     for key, (label, line) in evaluated.items():

@@ -69,7 +69,7 @@ from text.hf_tokenizer import HF_FILES
 from text.records import RULES, Tally
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
-from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
+from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import make_tokenizer, save_tokenizer
 from training.metrics import read_metrics
 
@@ -224,9 +224,9 @@ def write_set(
     if writer.few:
         meta["few_documents"] = writer.few
     if tally.has_conversations:
-        tokenizer = open_tokenizer(folder / info["file"], info)
         for split, counts in writer.counts.items():
-            counts["answers"] = report.count_answers(folder, meta, split, tokenizer)
+            # pyrefly: ignore[unbound-name]
+            counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = ngram_losses(folder, meta)
     meta["sources"] = report.describe_sources(cfg, sources, skipped)
     meta["settings"] = {name: getattr(cfg, name) for name in DOCUMENT_SETTINGS} | {"rules": RULES}

@@ -370,8 +370,7 @@ def take_step(
                 loss = model(*batch) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
         mean_loss += loss.detach()
-        weighted = batch.weights is not None
-        if batch.weights is not None:
+        if weighted := batch.weights is not None:
             mean_weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
@@ -406,7 +405,8 @@ def take_step(
     elif optimizer.defaults.get("fused"):
         # torch's fused optimizers skip the step if this flag, which GradScaler also uses, is 1. The
         # device reads it, so the host does not have to wait for the loss.
-        optimizer.found_inf = 1.0 - result.isfinite().all().float()  # pyrefly: ignore
+        # pyrefly: ignore[missing-attribute]
+        optimizer.found_inf = 1.0 - result.isfinite().all().float()
         optimizer.step()
     elif all(map(math.isfinite, numbers.wait())):
         optimizer.step()

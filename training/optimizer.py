@@ -189,7 +189,8 @@ def from_owners(stack: Tensor, p: Tensor) -> Tensor:
 def exchange(stack: Tensor, p: Tensor) -> Tensor:
     """Send the r-th of W equal parts of a stack to rank r; return the received parts, in order."""
     received = torch.empty_like(stack)
-    dist.all_to_all_single(received, stack, group=p.device_mesh.get_group())  # pyrefly: ignore
+    # pyrefly: ignore[missing-attribute]
+    dist.all_to_all_single(received, stack, group=p.device_mesh.get_group())
     return received
 
 

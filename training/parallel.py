@@ -149,8 +149,7 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> torc
         ids = [machine.local_rank] if machine.device.type == "cuda" else None
         forward = DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
     # DDP is wrapped before compiling, so that communication overlaps the backward pass.
-    # Of a module, torch.compile returns a module, but its annotation does not say so.
-    # pyrefly: ignore
+    # pyrefly: ignore[bad-return] torch.compile returns a module, but its annotation a function.
     return torch.compile(forward, dynamic=False) if compiled and not compiles_blocks else forward
 
 
