@@ -1,7 +1,7 @@
 # make help lists the targets. Each makes .venv on first use.
 PYTHON ?= python3
 
-.PHONY: help demo docs chat check lint format quick test soak simgpu clean
+.PHONY: help demo docs chat check lint types format quick test soak simgpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/    make \1 | \2/p' Makefile | sed 's/ | /\t/' | expand -t 20
@@ -41,11 +41,15 @@ chat: .venv/demo | out/docs  ## after make docs: its model learns to answer ques
 	@echo
 	.venv/bin/python sample.py --chat --ckpt out/chat --temperature 0 --prompt $(QUESTIONS)
 
-check: lint quick  ## lint and the quick tests, before you commit (40 s)
+check: .venv/dev lint quick  ## lint and the quick tests, before you commit (40 s)
 
-lint: .venv/lint  ## ruff alone
+lint: .venv/lint  ## ruff, and the types if .venv has torch
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	@test ! -e .venv/dev || $(MAKE) --no-print-directory types
+
+types: .venv/dev  ## pyrefly alone
+	.venv/bin/pyrefly check --python-interpreter-path .venv/bin/python
 
 format: .venv/lint  ## let ruff format the code
 	.venv/bin/ruff check --fix-only .

@@ -31,10 +31,10 @@ model.use(pick_kernels(device)), from hardware/kernels.py.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class GPTConfig:
     d_ff: int = 0
     pos: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    mlp: Literal[tuple(ACTIVATIONS)] = "gelu"
+    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     bias: bool = True  # in linear layers and LayerNorm
     qkv_bias: bool = False  # in the linear layer of queries, keys and values, whatever bias is
     qk_norm: bool = False  # RMSNorm over each head's query and key
@@ -112,7 +112,7 @@ class GPTConfig:
         return round_up(self.vocab_size, 128)
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True),
     "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False),
 }
@@ -209,7 +209,7 @@ class Linear(nn.Linear):
 
     # The weight of the qkv layer is three matrices, one below the other: these are their numbers of
     # rows. init_weights and Muon treat each matrix by itself. (): the weight is one matrix.
-    rows = ()
+    rows: Sequence[int] = ()
 
     def reset_parameters(self) -> None:
         """Set the parameters to 0, when nn.Linear's constructor calls this.
@@ -220,8 +220,8 @@ class Linear(nn.Linear):
         for p in self.parameters():
             nn.init.zeros_(p)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.kernels.linear(input, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -233,6 +233,7 @@ class Embedding(nn.Embedding):
 class RMSNorm(nn.RMSNorm):
     """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n."""
 
+    eps: float
     kernels = Kernels()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -419,7 +420,7 @@ class GPT(nn.Module):
         self.wte = Embedding(c.padded_vocab_size, c.n_embd)
         self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.dropout = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
+        self.blocks = cast(Sequence[Block], nn.ModuleList(Block(c, i) for i in range(c.n_layer)))
         self.norm_f = make_norm(c)
         self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False)
         if c.tie_embeddings:
@@ -431,7 +432,7 @@ class GPT(nn.Module):
         """Compute with these kernels from now on, in all layers. Return this model."""
         for module in self.modules():
             if hasattr(module, "kernels"):
-                module.kernels = kernels
+                module.kernels = kernels  # pyrefly: ignore[bad-argument-type]
         return self
 
     def forward(
@@ -593,7 +594,7 @@ class GPT(nn.Module):
 
         A checkpoint numbers the parameters in this order, so the order must not change.
         """
-        layers = [module for module in self.blocks.modules() if isinstance(module, Linear)]
+        layers = [m for block in self.blocks for m in block.modules() if isinstance(m, Linear)]
         matrices = [layer.weight for layer in layers]
         rows = [layer.rows or [layer.out_features] for layer in layers]
         embeddings = [layer.weight for layer in (self.wte, self.wpe) if layer is not None]

@@ -91,7 +91,7 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     epoch_tokens = T * sum(w.n_windows for w in windows)
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
     planned, plan, step = plan_run(cfg, model, size, epoch_tokens, device.bytes)
-    return PlannedRun(planned, sets, model, device, plan, step)
+    return PlannedRun(replace(cfg, batch_size=planned.batch_size), sets, model, device, plan, step)
 
 
 def prepared(cfg: PlanConfig) -> list[DataSet]:
@@ -126,8 +126,8 @@ def named_gpu(cfg: PlanConfig) -> Device:
     dtype = torch.bfloat16 if card is None or "bf16" in card.tflops else torch.float16
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
-    size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
-    if card is None and not (size and float(size[1]) and cfg.peak_tflops):
+    gb = sum(map(float, re.findall(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())))
+    if card is None and not (gb and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "for another GPU, give its memory and speed: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
@@ -137,7 +137,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
     if cfg.peak_tflops:
         peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
     if card is None:
-        return Device(cfg.gpu, "cuda", dtype, peak, source, float(size[1]) * 1e9)
+        return Device(cfg.gpu, "cuda", dtype, peak, source, gb * 1e9)
     name = f"{card.name} {card.memory_gb} GB"
     return Device(name, "cuda", dtype, peak, source, card.bytes, card.watts)
 
@@ -255,19 +255,18 @@ def print_time(run: PlannedRun) -> None:
     rows = rows_of_plan(run.plan, cfg, run.sets, run.model, cfg.nproc)
     rows["tokens per parameter"] += " (Chinchilla's optimum: about 20)"
     rows["FLOPs"] = work
-    if run.device.tflops:
-        rows |= rows_of_hours(run, flops)
+    if tflops := run.device.tflops:
+        rows |= rows_of_hours(run, flops, tflops)
     section("Time", rows)
 
 
-def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
+def rows_of_hours(run: PlannedRun, flops: float, tflops: float) -> dict[str, str]:
     """Return the time and energy for `flops` FLOPs, at several fractions of the peak."""
     cfg = run.cfg
-    hours_at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
     # A given peak may be a measured speed: a fraction of it has no meaning.
     for fraction in (1.0,) if cfg.peak_tflops else (0.15, 0.2, 0.3, 0.4, 0.55):
-        hours = hours_at_peak / fraction
+        hours = flops / (fraction * tflops * 1e12 * 3600 * cfg.nproc)
         text = duration(hours)
         if run.device.watts:
             kwh = hours * run.device.watts * cfg.nproc / 1e3

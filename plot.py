@@ -143,8 +143,8 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
     if "val_loss" in curves:
         comparable = evaluations(records)
-        points = [point for point in curves["val_loss"].T if point[0] in comparable]
-        step, loss = min(points, key=lambda point: point[1], default=curves["val_loss"][:, -1])
+        rows = [point for point in curves["val_loss"].T if point[0] in comparable]
+        step, loss = min(rows, key=lambda point: point[1], default=curves["val_loss"][:, -1])
         name += f": validation {loss:.4f} at step {step:,.0f}"
 
     if x != "steps":
@@ -240,7 +240,7 @@ def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) ->
     from matplotlib.colors import to_rgb
 
     dark = tuple(0.6 * part for part in to_rgb(colour))
-    dots = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
+    dots: dict[str, Any] = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
     cross = dict(ls="", marker="x", transform=losses.get_xaxis_transform())
     x, y = run.curves.get("loss", np.empty((2, 0)))
     skipped, _ = run.curves.get("bad_steps", np.empty((2, 0)))

@@ -225,6 +225,7 @@ def write_set(
         meta["few_documents"] = writer.few
     if tally.has_conversations:
         for split, counts in writer.counts.items():
+            # pyrefly: ignore[unbound-name]
             counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = ngram_losses(folder, meta)
     meta["sources"] = report.describe_sources(cfg, sources, skipped)

@@ -156,7 +156,7 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     if run.suffix == NANOGPT or (run / "config.json").exists():
         return run, str(run)
     losses = losses_of(run)
-    best = min(losses, key=losses.get, default=None)
+    best = min(losses, key=losses.__getitem__, default=None)
     checkpoint = best if cfg.which == "best" else newest_checkpoint(run / "ckpt")
     if checkpoint is None:
         raise UserError(f"--ckpt {run}: it has no model and no --which={cfg.which} checkpoint")
@@ -431,7 +431,7 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
     count = len(windows.fixed_starts(tokens))
     B = min(cfg.batch_size, count)
     loss = evaluate(model, windows, tokens, B, machine, bar=True)
-    if not math.isfinite(loss):
+    if loss is None or not math.isfinite(loss):
         raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
     by_document = evaluate(model, packed, tokens, B, machine, eos_id=eos_id, bar=True)
     val = data.meta["splits"]["val"]

@@ -210,7 +210,7 @@ def main() -> None:
     if machine.is_main:
         if resumes:
             set_newer_aside(init_path)
-        elif cfg.overwrite:
+        elif cfg.overwrite and lock:
             lock = replace_run(folder, lock)
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
     report = Report(cfg, machine, plan, sets, progress, folder, records)
@@ -370,16 +370,15 @@ def take_step(
                 loss = model(*batch) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
         mean_loss += loss.detach()
-        weighted = batch.weights is not None
-        if batch.weights is not None:
+        if weighted := batch.weights is not None:
             mean_weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
-    parameters = list(model.parameters())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if scaler.is_enabled():
         # GradScaler checks gradients alone: a loss that is not finite makes one of them NaN.
         factor = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
-        local_shard(parameters[0].grad).mul_(factor)
+        local_shard(gradients[0]).mul_(factor)
     scaler.unscale_(optimizer)
     if weighted:
         # The loss is sum(w l) / sum(w) over all ranks. The gradient so far is that of sum(w l) / n,
@@ -387,9 +386,10 @@ def take_step(
         # is one over the mean of mean_weight. If no target counts in this step, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor
-        torch._foreach_mul_([local_shard(p.grad) for p in parameters], factor)
-    grad_norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
-    torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
+        torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
+    grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
+    del gradients  # Muon frees them while it moves the weights
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip or math.inf, grad_norm)
     signalled = torch.full_like(mean_loss, len(signals))
     sums = all_sum(torch.stack([mean_loss / machine.world, signalled]))
     # The norm needs no sum: each rank has that of the full gradient.
@@ -405,6 +405,7 @@ def take_step(
     elif optimizer.defaults.get("fused"):
         # torch's fused optimizers skip the step if this flag, which GradScaler also uses, is 1. The
         # device reads it, so the host does not have to wait for the loss.
+        # pyrefly: ignore[missing-attribute]
         optimizer.found_inf = 1.0 - result.isfinite().all().float()
         optimizer.step()
     elif all(map(math.isfinite, numbers.wait())):

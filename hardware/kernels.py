@@ -251,7 +251,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(gradient, targets, factors)
         if ctx.needs_input_grad[0] and not now:
             ctx.waiting = waiting = []  # the hook must not hold the logits before backward() does
-            logits.register_hook(lambda others: add_gradient_in_place(*waiting.pop(), others))
+            logits.register_hook(lambda g: add_gradient_in_place(*waiting.pop(), others=g))
         return loss
 
     @staticmethod

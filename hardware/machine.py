@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -245,7 +245,7 @@ def pick_dtype(setting: str, device: torch.device) -> tuple[torch.dtype, str]:
 # and the optimizer's state are sharded in the same way.
 
 
-def is_sharded(x: torch.Tensor) -> bool:
+def is_sharded(x: torch.Tensor) -> "TypeGuard[dist.tensor.DTensor]":
     """Return whether x is a DTensor. (The import of this class would take half a second.)"""
     return hasattr(x, "device_mesh")
 

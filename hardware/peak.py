@@ -85,7 +85,7 @@ GPUS = {
 }
 # fmt: on
 CARDS = [
-    Card(name, tflops, gb, watts, source)
+    Card(name, dict(tflops), gb, watts, source)
     for name, (tflops, sizes, watts, source) in GPUS.items()
     for gb in sizes
 ]
@@ -141,7 +141,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, given: float) -> tuple
         return datasheet_peak(device_name(device), dtype)
     n = 2048
     a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
-    names = {"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)}
+    names: dict[str, object] = {"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)}
     # The fastest of several repetitions: other programs may have slowed down the rest.
     peak = 2 * n**3 / min(repeat("torch.mm(a, b, out=c)", names).times) / 1e12
     product = f"measured now by a {n} x {n} {KINDS[dtype][-1]} product"

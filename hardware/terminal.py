@@ -32,6 +32,7 @@ class ProgressBar(tqdm):
     @contextmanager
     def pinned(self) -> Iterator[None]:
         """Keep the bar below all output of the block, including warnings of other packages."""
+        # pyrefly: ignore[bad-specialization]
         redirected = nullcontext() if self.disable else redirect_stderr(DummyTqdmFile(sys.stderr))
         with self, redirected:
             yield

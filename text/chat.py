@@ -74,7 +74,7 @@ def turns_of(messages: Any) -> list[Turn]:
         expected = "user" if not turns or turns[-1][0] != "user" else "assistant"
         if role != expected and (role != "system" or number > 1):
             raise ValueError(f"message {number}: the {role} speaks where the {expected} should")
-        if is_empty:
+        if content is None or is_empty:
             raise ValueError(f"message {number}, of the {role}, is empty")
         turns.append(Turn(role, content, not is_refused(message)))
     if not turns or turns[-1].role != "assistant":

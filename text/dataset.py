@@ -143,7 +143,7 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
     digest = hashlib.sha256()
     step = 1 << 22  # tokens
     for start in ProgressBar(f"verifying {split}.bin", range(0, len(ids), step)):
-        digest.update(ids[start : start + step])
+        digest.update(ids[start : start + step].data)
     if digest.hexdigest() != meta["splits"][split]["sha256"]:
         problem = "its hash differs from that in meta.json: it was changed"
         raise UserError(f"{folder}/{split}.bin: {problem}; run prepare.py again")
@@ -182,12 +182,11 @@ def open_datasets(spec: str, data_dir: str | Path, hashes: bool = True) -> list[
             problem = f"{name} was made with another tokenizer than {names[0]}"
             advice = f"prepare {name} with --tokenizer={data_dir}/{names[0]}"
             raise UserError(f"dataset={spec!r}: {problem}; {advice}")
-    if None in weights:
-        weights = [Fraction(meta["splits"]["train"]["tokens"]) for meta in metas]
-    total = sum(weights)
+    tokens = [Fraction(meta["splits"]["train"]["tokens"]) for meta in metas]
+    parts = [weight or n for weight, n in zip(weights, tokens, strict=True)]
     return [
-        DataSet(name, Path(data_dir) / name, meta, weight / total)
-        for name, meta, weight in zip(names, metas, weights, strict=True)
+        DataSet(name, Path(data_dir) / name, meta, part / sum(parts))
+        for name, meta, part in zip(names, metas, parts, strict=True)
     ]
 
 
@@ -200,7 +199,7 @@ def names_and_weights(spec: str) -> tuple[list[str], list[Fraction | None]]:
         try:
             weight = Fraction(text) if colon else None
             float(weight or 1)  # raises OverflowError
-            if not name or name in names or (colon and weight <= 0):
+            if not name or name in names or (weight is not None and weight <= 0):
                 raise ValueError
         except (ValueError, ZeroDivisionError, OverflowError):
             expected = "expected NAME, or NAME:WEIGHT,NAME:WEIGHT with weights above 0"

@@ -6,10 +6,10 @@ conversations() makes questions and answers of them, for prepare.py --chat.
 """
 
 import ast
-import importlib.util
 import inspect
 import re
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from zlib import crc32
 
@@ -39,7 +39,7 @@ ANSWER = re.compile(r"[A-Z][^:>|*]{19,99}\.")
 def docstring_sources() -> list[Source]:
     """Return the modules of the standard library, numpy and torch, in a fixed order."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    packages = [Path(importlib.util.find_spec(name).origin).parent for name in ("numpy", "torch")]
+    packages = [Path(s.origin).parent for s in map(find_spec, ("numpy", "torch")) if s and s.origin]
     sources = []
     for root in (stdlib, *packages):
         base = stdlib if root == stdlib else root.parent  # module names are relative to it

@@ -61,10 +61,11 @@ class Encoder:
         read = list(documents(chunk, self.cfg, tally))
         every = self.encode_all([text for document in read for text in document.texts])
         for document in read:
-            encoded = list(itertools.islice(every, len(document.texts)))
-            if problems := [e for e in encoded if isinstance(e, ValueError)]:
+            results = list(itertools.islice(every, len(document.texts)))
+            if problems := [e for e in results if isinstance(e, ValueError)]:
                 tally.reject(document.location, str(problems[0]))
                 continue
+            encoded = [ids for ids in results if not isinstance(ids, ValueError)]
             tokens = self.document_ids(encoded, document)
             if len(tokens) < self.cfg.min_tokens:
                 tally.dropped[f"fewer than {self.cfg.min_tokens} tokens"] += 1
@@ -158,7 +159,7 @@ class SplitWriter:
         self.files = {split: open(folder / f"{split}.bin", "xb") for split in SPLITS}
         self.hashes = {split: hashlib.sha256() for split in SPLITS}
         zeros = dict(tokens=0, documents=0, bytes=0, characters=0)
-        self.counts = {split: zeros.copy() for split in SPLITS}
+        self.counts: dict[str, dict] = {split: zeros.copy() for split in SPLITS}
         self.lengths: Counter = Counter()  # length of a document in tokens -> documents
         self.rows: list[np.ndarray] = []  # of all documents, for as long as they are few
 

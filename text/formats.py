@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from configurator import UserError
 from text.settings import PrepareConfig
@@ -79,7 +79,7 @@ def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
 def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, str, Any]]:
     """Yield (the open file, location, record) for each record of one file."""
     try:
-        with open(source.path, "rb", 1 << 18) as raw:
+        with cast(io.BufferedReader, open(source.path, "rb", 1 << 18)) as raw:
             for location, record in READERS[source.kind](opened(source, raw, cfg), source, cfg):
                 yield raw, location, record
         source.finish()
@@ -93,7 +93,7 @@ def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, 
         raise UserError(f"{source.name}: {getattr(e, 'strerror', None) or damage}") from None
 
 
-def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOBase:
+def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> Any:
     """Return the input of a function in READERS: raw, or its decompressed bytes, or its text."""
     if raw.peek(100).startswith(b"version https://git-lfs.github.com/spec/"):
         raise UserError(f"{source.name}: a Git LFS pointer, not the file itself: git lfs pull")
@@ -206,8 +206,8 @@ def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Record
     start = 0
     number = 1  # of the next element
     while True:
-        start = BETWEEN_ELEMENTS.match(window, start).end()
-        problem = None
+        start = next(BETWEEN_ELEMENTS.finditer(window, start)).end()
+        record = problem = None
         try:
             record, end = DECODER.raw_decode(window, start)
         except (ValueError, RecursionError) as e:  # it is wrong, or cut by the window's end
@@ -245,7 +245,7 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
     """
     csv.field_size_limit(cfg.max_record)  # else an unclosed quote takes the rest of the file
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
-    with open(source.path, "rb", 1 << 18) as raw:
+    with cast(io.BufferedReader, open(source.path, "rb", 1 << 18)) as raw:
         is_csv = source.kind == "csv" or has_csv_quotes(opened(source, raw, cfg))
     quoting = csv.QUOTE_MINIMAL if is_csv else csv.QUOTE_NONE
     rows = csv.DictReader(f, dialect=dialect, quoting=quoting, strict=True)

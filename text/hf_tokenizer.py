@@ -36,7 +36,7 @@ def all_merges(tokens: dict[str, int]) -> list[str]:
     SentencePiece and tiktoken merge any two neighbours that make a token, so each pair is a merge.
     """
     pairs = []
-    for token in sorted(tokens, key=tokens.get):
+    for token in sorted(tokens, key=tokens.__getitem__):
         halves = ((token[:i], token[i:]) for i in range(1, len(token)))
         pairs += [f"{a} {b}" for a, b in halves if a in tokens and b in tokens]
     return pairs
@@ -55,8 +55,8 @@ def to_hugging_face(
     tokenizer_config.json of the tokenizer's source. Its other settings, such as a chat template,
     are kept.
     """
-    describe = describe_sentencepiece if tokenizer.kind == "sentencepiece" else describe_tiktoken
-    described = describe(tokenizer)
+    t = tokenizer
+    described = describe_sentencepiece(t) if isinstance(t, SentencePiece) else describe_tiktoken(t)
     if described is None:
         return {}
     special, model, steps = described
@@ -323,7 +323,7 @@ def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
     named = special | added
     ranks = ranks_of({token: i for token, i in vocab.items() if token not in named}, model)
     check_ids([*ranks.values(), *named.values()])
-    pattern = pattern_of(content.get("pre_tokenizer"))
+    pattern = pattern_of(content["pre_tokenizer"])
     prefix = prefix_of(content)
     tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix, added)
 

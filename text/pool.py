@@ -21,6 +21,7 @@ from text.sources import Source
 
 # The function that a worker applies to chunks. It is sent to each worker once, at its start.
 Task = Callable[[Chunk], tuple[Any, Tally]]
+worker_tasks: list[Task] = []  # in a worker: one
 
 
 def map_chunks(
@@ -52,18 +53,17 @@ def map_chunks(
 
 def begin_worker(task: Task) -> None:
     """Store the task for do_task(), and end this worker when the main process ends."""
-    global worker_task
-    worker_task = task
+    worker_tasks.append(task)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    multiprocessing.parent_process().join()  # pyrefly: ignore[missing-attribute]
     os._exit(1)
 
 
 def do_task(chunk: Chunk) -> Any:
-    return worker_task(chunk)
+    return worker_tasks[0](chunk)
 
 
 @contextmanager

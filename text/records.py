@@ -371,7 +371,7 @@ def is_chinese(text: str) -> bool:
 
 def count_between(codes: np.ndarray, low: int, high: int) -> int:
     # A code below `low` wraps around to a large number.
-    return np.count_nonzero(codes - low <= high - low)
+    return int(np.count_nonzero(codes - low <= high - low))
 
 
 def chosen_fields(record: dict, fields: str) -> str:

@@ -207,7 +207,7 @@ class Unpacked(io.RawIOBase):
                 return len(data)
 
 
-def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
+def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader | gzip.GzipFile:
     """Return a stream of the decompressed bytes of `raw`; `raw` itself if it is not compressed.
 
     The first bytes of the file decide, since a file may have been renamed. name: of the file, for

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterator
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -196,7 +197,8 @@ class Tiktoken:
         ranks: dict[bytes, int],  # token -> id; tokens with smaller ids are merged first
         special: dict[str, int],
         eos: str = "<|endoftext|>",
-        normalize: str = "",  # a Unicode normal form that every text is brought to: NFC for Qwen
+        # A Unicode normal form that every text is brought to: NFC for Qwen.
+        normalize: Literal["", "NFC", "NFD", "NFKC", "NFKD"] = "",
         prefix: list[int] | None = None,
         added: dict[str, int] | None = None,
     ):

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ def first_batch(loader: Loader, plan: Plan, machine: Machine) -> Batch:
 
 def read_ahead(
     loader: Loader, first: int, B: int, machine: Machine, clock: Clock
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Yield this rank's batches of B windows on its device, from window `first` of the run on.
 
     The ranks take turns: row r of micro-step m on a rank is window

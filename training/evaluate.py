@@ -3,7 +3,7 @@
 import codecs
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +16,7 @@ from model import GPT
 from text.chat import question_ids
 from text.dataset import names_and_weights, open_windows
 from text.tokenizer import Tokenizer
-from text.windows import DataSet, Loader, Windows
+from text.windows import DataSet, Documents, Loader, Windows
 from training.batches import to_batch
 from training.parallel import all_sum, any_signal, autocast
 from training.settings import TrainConfig
@@ -32,8 +32,8 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
     """
     T, loss_on = cfg.block_size, cfg.loss_on
     # A window that starts within an answer would ask for its rest without the question.
-    documents = "pad" if loss_on == "answers" else "stream"
-    kinds = {
+    documents: Documents = "pad" if loss_on == "answers" else "stream"
+    kinds: dict[str, tuple[str, Documents]] = {
         "val_loss": ("val", documents),
         "val_document_loss": ("val", "pack"),
         "train_eval_loss": ("train", documents),
@@ -86,7 +86,7 @@ def judged_by(cfg: TrainConfig, hashes: dict[str, str]) -> dict[str, Any]:
 
 
 def evaluate_all(
-    model: Callable,
+    model: torch.nn.Module,
     windows: dict[str, list[Windows]],
     cfg: TrainConfig,
     B: int,
@@ -116,7 +116,7 @@ def evaluate_all(
 
 @torch.no_grad()
 def evaluate(
-    model: Callable,
+    model: torch.nn.Module,
     windows: Windows,
     tokens: int,
     B: int,

@@ -43,7 +43,7 @@ prediction may be 25 % too high.
 """
 
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,13 +140,14 @@ def optimizer_memory(model: GPT, step: Step) -> tuple[float, float]:
     if step.optimizer == "adafactor":  # it updates one parameter at a time
         return 4 * sum(sum(p.shape) for p in params), 4 * max(p.numel() for p in params)
     ranks = step.world if step.zero else 1
-    numbers = Counter()  # in Muon's stacks: all matrices of one shape
+    # In Muon's stacks: all matrices of one shape.
+    numbers: dict[torch.Size, float] = defaultdict(float)
     for p in model.blocks[0].parameters():
         if step.optimizer == "muon" and p.dim() == 2:
             numbers[p.shape] += model.config.n_layer * p.numel() / ranks
     # The temporaries of a stack: a copy, two squares, and their product with it.
     most = max((min(n, max(STACK, shape.numel())) for shape, n in numbers.items()), default=0)
-    state = 8 * sum(p.numel() for p in params) / ranks - 4 * numbers.total()
+    state = 8 * sum(p.numel() for p in params) / ranks - 4 * sum(numbers.values())
     return state, most * (6 if step.dtype == torch.bfloat16 else 11)
 
 

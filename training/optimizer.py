@@ -133,7 +133,7 @@ class Muon(torch.optim.AdamW):
             if not self.state[weight]:
                 self.state[weight]["mean"] = torch.zeros_like(weight)
         parts = [local_shard(weight) for weight in weights]
-        grads = [local_shard(weight.grad) for weight in weights]
+        grads = [local_shard(weight.grad) for weight in weights if weight.grad is not None]
         means = [local_shard(self.state[weight]["mean"]) for weight in weights]
         if found_inf is not None:
             for grad, mean in zip(grads, means, strict=True):
@@ -189,6 +189,7 @@ def from_owners(stack: Tensor, p: Tensor) -> Tensor:
 def exchange(stack: Tensor, p: Tensor) -> Tensor:
     """Send the r-th of W equal parts of a stack to rank r; return the received parts, in order."""
     received = torch.empty_like(stack)
+    # pyrefly: ignore[missing-attribute]
     dist.all_to_all_single(received, stack, group=p.device_mesh.get_group())
     return received
 

@@ -1,7 +1,7 @@
 """Run the model on several processes, compiled or not, with a batch size that fits."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -131,7 +131,7 @@ def compile_blocks(model: GPT) -> None:
     model.compiled_loss = torch.compile(model.loss, dynamic=False)
 
 
-def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Callable:
+def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> torch.nn.Module:
     """Return the model as it runs: under torchrun in DDP or Shards, and compiled if wanted."""
     for block in model.blocks:
         block.recompute = cfg.recompute == "blocks"
@@ -149,6 +149,7 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
         ids = [machine.local_rank] if machine.device.type == "cuda" else None
         forward = DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
     # DDP is wrapped before compiling, so that communication overlaps the backward pass.
+    # pyrefly: ignore[bad-return] torch.compile returns a module, but its annotation a function.
     return torch.compile(forward, dynamic=False) if compiled and not compiles_blocks else forward
 
 

@@ -88,7 +88,7 @@ class Progress:
         If the run ended because of too many bad steps in a row, their count starts again at 0.
         Raises UserError if a value is missing, or of another kind.
         """
-        newer = {"epoch_tokens": 0, "epoch_shift": 0, "data_begun": 0, "code": ""}
+        newer: dict[str, Any] = {"epoch_tokens": 0, "epoch_shift": 0, "data_begun": 0, "code": ""}
         training = newer | training  # a checkpoint may be older than these fields
         for name, default in asdict(cls()).items():
             if type(training.get(name)) is not type(default):

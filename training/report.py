@@ -140,14 +140,14 @@ class Report:
                 "step_ms": 1e3 * step_s,
                 "data_ms": 1e3 * clock.data_s / (step - clock.step),
                 "memory_gb": peak_memory(self.machine.device) / 1e9,
-                "eta_s": (plan.steps - step) * step_s + self.pauses_from(step),
+                "eta_s": (eta := (plan.steps - step) * step_s + self.pauses_from(step)),
             }
             speed = f"{rate / 1e3:.1f}k tok/s"
             self.bar.set_postfix_str(speed, refresh=False)
             line += f" | {speed} | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
             line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
             line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
-            line += f" | eta {ProgressBar.format_interval(record['eta_s'])}"
+            line += f" | eta {ProgressBar.format_interval(eta)}"
             if self.pauses_from(1) > 0.25 * plan.steps * step_s and not self.warned:
                 self.warned = True
                 fraction = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)

@@ -347,7 +347,7 @@ def sharded_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     mesh = p.device_mesh  # p is a DTensor; to import its class takes half a second
     n = math.ceil(x.size(0) / mesh.size())
     rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
-    return type(p.data).from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
+    return type(p).from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
 
 
 # --------------------------------------------------------------------------------------------------
