@@ -74,7 +74,7 @@ class GPTConfig:
     d_ff: int = 0
     pos: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    mlp: Literal[tuple(ACTIVATIONS)] = "gelu"  # pyrefly: ignore[invalid-literal]
     bias: bool = True  # in linear layers and LayerNorm
     qkv_bias: bool = False  # in the linear layer of queries, keys and values, whatever bias is
     qk_norm: bool = False  # RMSNorm over each head's query and key

@@ -374,7 +374,8 @@ def take_step(
             mean_weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if scaler.is_enabled():
         # GradScaler checks gradients alone: a loss that is not finite makes one of them NaN.
         factor = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
@@ -389,7 +390,7 @@ def take_step(
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
     grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
     del gradients  # Muon frees them while it moves the weights
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip or math.inf, grad_norm)
+    torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
     signalled = torch.full_like(mean_loss, len(signals))
     sums = all_sum(torch.stack([mean_loss / machine.world, signalled]))
     # The norm needs no sum: each rank has that of the full gradient.
