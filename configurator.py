@@ -247,8 +247,9 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     """Set values[key] = value, converted to the type that cls declares for key.
 
     source: where the value is given, for the message.
-    Raises UserError if the setting does not accept the value.
+    Raises UserError if cls has no such setting, or if the setting does not accept the value.
     """
+    check_known(cls, [key], source)
     kind = typing.get_type_hints(cls)[key]
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
