@@ -41,7 +41,7 @@ chat: .venv/demo | out/docs  ## after make docs: its model learns to answer ques
 	@echo
 	.venv/bin/python sample.py --chat --ckpt out/chat --temperature 0 --prompt $(QUESTIONS)
 
-check: .venv/dev lint quick  ## lint and the quick tests, before you commit (40 s)
+check: .venv/dev lint quick  ## lint and the quick tests, before you commit (two minutes)
 
 lint: .venv/lint  ## ruff, and the types if .venv has torch
 	.venv/bin/ruff check .

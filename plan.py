@@ -209,10 +209,10 @@ def print_choices(run: PlannedRun) -> PlannedRun:
     for flags, choice in choices.items():
         size = bytes_needed(run.model, choice)
         largest = largest_batch(run.model, choice, run.device.bytes)
-        mark = "  <- as it is" if choice == step else ""
+        mark = "  <- current settings" if choice == step else ""
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
         rows[flags or "neither shard nor recompute"] = text
-    section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
+    section(f"Memory at batch_size {step.B}, and the largest that fits, of {step.T} tokens", rows)
     if fits(run, step):
         return run
     if not fitting:
@@ -293,7 +293,7 @@ def print_network(run: PlannedRun) -> None:
         flops = run.plan.step_tokens * run.model.flops_per_token(run.cfg.block_size)
         seconds = flops / (0.4 * run.device.tflops * 1e12 * run.cfg.nproc)
         rows["computing, at 40%"] = f"{seconds:>8,.2f} s"
-    section("Sent in a step; between computers, at 10, 100 and 400 Gbit/s", rows)
+    section("Data sent per step, and its time between nodes at 10, 100 and 400 Gbit/s", rows)
 
 
 # --------------------------------------------------------------------------------------------------

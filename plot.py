@@ -8,7 +8,7 @@
 
 Each run has one colour. The points are the training loss of single steps, and the line through them
 is smoothed. Markers in a darker shade are evaluations; crosses at the bottom are skipped steps. The
-first steps may be above the picture. The lower picture is the learning rate. Grey lines are the
+first steps may be above the plot. The lower panel shows the learning rate. Grey lines are the
 n-gram baselines of the data (docs/results.md, "What a normal loss is").
 """
 

@@ -11,7 +11,7 @@ Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
 Import a data set of nanoGPT, with its ids:
     python prepare.py --input nanoGPT/data/shakespeare_char --name shakespeare_char
-Make conversations, questions about that documentation and their answers, with its tokenizer:
+Make conversations about that documentation, questions and answers, with the same tokenizer:
     python prepare.py --chat --tokenizer data/docs
 Verify a data set and show some of its documents:
     python prepare.py --inspect data/wiki
@@ -22,11 +22,11 @@ prepare.py reads .jsonl (.ndjson), .json (an array, or a sequence of objects), .
 (.md) and .parquet. All but .parquet may be compressed as .gz, .xz, .bz2 or .zst. Its memory does
 not grow with the input.
 
-It knows these shapes of a record. {title, summary, sections: [{title, content}]} becomes
+It recognizes these formats of a record. {title, summary, sections: [{title, content}]} becomes
 `title：summary`, followed by `title：content。` for each section, if at least one letter in twenty
 is Chinese or Japanese, and otherwise `title: summary`, with a paragraph `title: content` for each
 section. {title, content} is written like one such section. {text}, {content}, {completion},
-{prompt, completion} and {instruction, input, output} are known too. --fields chooses other fields.
+{prompt, completion} and {instruction, input, output} are recognized, too. --fields chooses others.
 {messages} and {conversations}, lists of {role, content} or {from, value}, become conversations in
 ChatML, and with --chat so do instructions and prompts with their answers.
 

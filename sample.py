@@ -184,7 +184,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     for source, other in found[1:]:
         if not same_ids(other, tokenizer):
             again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
-            raise UserError(f"{source}: gives other ids than {first}: {again}")
+            raise UserError(f"{source}: its ids are not those of {first}: {again}")
     # nanoGPT's models of characters have no eos; their data set has one here, as the last id.
     if tokenizer.vocab_size > model.config.vocab_size + (folder.suffix == NANOGPT):
         sizes = f"{model.config.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
@@ -450,7 +450,7 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     if cfg.chat:
         check_chat(folder, tokenizer)
         conversation = Conversation(model, tokenizer, cfg)
-        advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
+        advice = "Type a message. /reset starts anew, Ctrl-C stops an answer, Ctrl-D exits."
     elif cfg.prompt and chat_template(folder).rstrip().endswith(CHATML):
         note(f"{folder} was trained on conversations: --chat asks it, --prompt continues a text")
     is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)

@@ -407,7 +407,7 @@ def test_a_model_refuses_the_ids_of_another_tokenizer(tiny_data, tmp_path, refus
     other = save(make("llama", vocab_size=700), bpe(tmp_path / "other", "gpt2"))
     advice = f"--tokenizer={other}"
     sampled = [(small, f"--tokenizer={data}", "400"), (small, f"--eval={data}", "400")]
-    sampled += [(other, f"--tokenizer={data}", "other ids"), (other, f"--eval={data}", advice)]
+    sampled += [(other, f"--tokenizer={data}", "not those of"), (other, f"--eval={data}", advice)]
     for folder, option, word in sampled:
         assert word in refuses(sample.main, f"--ckpt={folder}", option, "--device=cpu")
     for folder, word in ((small, "400"), (other, advice)):

@@ -231,7 +231,7 @@ def open_windows(
     by_document = documents in ("pack", "pad")
     if not by_document and len(ids) < block_size + 1:
         size = f"{len(ids)} tokens, too few for block_size={block_size}"
-        advice = "lower it, or prepare more text"
+        advice = "lower block_size, or prepare more text"
         advice += ", or a larger --val_fraction of it" if split == "val" else ""
         raise UserError(f"{data.name}/{split}.bin has {size}: {advice}")
     eos_id = data.meta["eos_id"]

@@ -92,7 +92,9 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
     if bad > cfg.max_bad * records or size["bad"] * n > cfg.max_bad * size["read"] * records:
         problem = f"{bad:,} of {n:,} so far, {size['bad']:,} of {size['read']:,} characters"
         problem = f"bad records: {problem}, above --max_bad={cfg.max_bad:g}"
-        raise UserError(f"{problem}: correct them, or raise it; for example {tally.examples[0]}")
+        raise UserError(
+            f"{problem}: correct these records, or raise max_bad; the first: {tally.examples[0]}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------

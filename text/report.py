@@ -108,7 +108,7 @@ def summary(meta: dict, folder: Path) -> str:
             fraction = f"{n / s['tokens']:.0%}; [[ ]] below"
             lines.append(f"         --loss_on=answers learns {n:,} tokens of them ({fraction})")
     if few := meta.get("few_documents"):
-        lines.append(f"  {plural(few, 'document')}, split by tokens: the last of them are val")
+        lines.append(f"  {plural(few, 'document')}, split by tokens: the last of them become val")
     characters, tokens = (sum(s[k] for s in splits.values()) for k in ("characters", "tokens"))
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
     # Data sets of earlier versions also have a histogram here.

@@ -49,7 +49,7 @@ class PrepareConfig:
     )
     max_record_mb: float = option(
         64.0,
-        "million characters, in .jsonl bytes; a longer record is bad, in .json and .csv an error",
+        "longest record in millions of characters; a longer one is bad, in .json and .csv an error",
         minimum=0.001,
     )
     name: str = option(

@@ -56,8 +56,8 @@ def banner(
     rows |= {
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
-        "memory": f"{size / 1e9:.1f} GB predicted, of {capacity / 1e9:.1f}; "
-        f"batch_size may be {largest_batch(model, step, capacity):,} at most",
+        "memory": f"{size / 1e9:.1f} GB predicted, {capacity / 1e9:.1f} GB available; "
+        f"largest batch_size that fits: {largest_batch(model, step, capacity):,}",
     }
     gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 1
     if machine.world == 1 and gpus > 1:
@@ -92,7 +92,7 @@ def rows_of_plan(
     batch = f"{plan.batch_size} x {cfg.block_size} x {plan.accum} accumulation x {world}"
     batch += f" = {plan.step_tokens:,} tokens a step"
     if plan.step_tokens != cfg.batch_tokens:
-        batch += f"; {cfg.batch_tokens:,} were asked"
+        batch += f"; {cfg.batch_tokens:,} requested"
     if warning := batch_warning(plan.step_tokens, cfg, world):
         batch += f"\n{warning}"
     length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
@@ -152,7 +152,7 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
     if deviation(step_tokens, cfg) <= MAX_DEVIATION:
         return ""
-    ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
+    ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens requested"
     return f"warning: {ratio}: set batch_tokens to a multiple of {cfg.block_size * world:,}"
 
 

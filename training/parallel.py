@@ -85,7 +85,7 @@ def check_capacity(model: GPT, step: Step, capacity: float) -> None:
     """Raise UserError if a step is predicted to need far more than `capacity` bytes."""
     size = bytes_needed(model, step)
     if size > 1.25 * capacity:  # on a CPU a prediction may be 25 % too high (training/memory.py)
-        gb = f"{size / 1e9:.1f} GB of memory, but there are {capacity / 1e9:.1f}"
+        gb = f"{size / 1e9:.1f} GB of memory, but only {capacity / 1e9:.1f} GB is available"
         largest = largest_batch(model, step, capacity)
         advice = f"--batch_size={largest} fits" if largest else "plan.py compares other settings"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")

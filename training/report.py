@@ -106,7 +106,7 @@ class Report:
                 self.write(dict(step=step, spike_loss=loss, spike_z=z), line)
         elif outcome == "overflow":
             scale = scaler.get_scale()
-            line = f"fp16 overflow: skipped, the loss scale is {scale:g} now"
+            line = f"fp16 overflow: step skipped, loss scale reduced to {scale:g}"
             self.write(dict(step=step, loss_scale=scale), line)
         else:
             problem = f"loss {loss:.4g}, norm of the gradient {grad_norm:.4g}"

@@ -75,9 +75,11 @@ class TrainConfig:
         "no",
         "yes: continue from the newest checkpoint of this run; auto: start the run if it has none",
     )
-    overwrite: bool = option(False, "first rename an earlier run of this name to RUN.old")
+    overwrite: bool = option(
+        False, "rename an existing run of this name to RUN.old before the start"
+    )
     switch_data: bool = option(
-        False, "a resumed run may continue on another dataset, from its start (docs/resume.md)"
+        False, "let a resumed run switch to another dataset, read from its start (docs/resume.md)"
     )
     data_dir: str = option("data", "folder of all data sets")
     device: str = option("auto", "auto: cuda, then mps, then cpu")
