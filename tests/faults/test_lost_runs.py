@@ -197,6 +197,8 @@ def test_switch_data_goes_on_with_other_data(copied, tiny_data, tmp_path, refuse
     resume = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}", "--init_from=resume"]
     switch = [*resume, "--run_name=run", "--dataset=other", "--max_steps=16"]
     assert "--switch_data" in refuses(train.main, *switch)
+    prepared(tmp_path / "d", make_records(200), "--tokenizer=byte", "--name=bytes")
+    assert "--switch_data" not in refuses(train.main, *switch, "--dataset=bytes")
     call(train.main, *switch, "--switch_data")
     shutil.copytree(copied, tmp_path / "straight")
     shutil.rmtree(saved(copied))
