@@ -232,8 +232,8 @@ def check_fits(
     if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
         same_ids = tokenizer_id(saved.meta["tokenizer"]) == tokenizer_id(sets[0].meta["tokenizer"])
-        others = f", or --switch_data, or {other}" if same_ids else f"; {cfg.dataset} has another tokenizer"
-        raise UserError(f"{problem}: give its --dataset{others}")
+        ways = f", or --switch_data, or {other}" if same_ids else ": the tokenizer is another one"
+        raise UserError(f"{problem}: give its --dataset{ways}")
     before = checkpoint_settings(saved, cfg)
     then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
     if original_init_from(saved) == "scratch":
