@@ -20,7 +20,7 @@ demo: .venv/demo  ## Shakespeare, from text to a model that writes scenes
 PROMPTS = "Robot.is_happy: Return True if" "Robot.wait_for_rain: Wait" "Robot.sing: Return" \
 	"RobotError: Raised when"
 
-# CONFIG=config/docs_large.py trains a model that is four times as large, for ten times as long.
+# CONFIG=config/docs_large.py trains a model three times as large, with six times the compute.
 CONFIG ?= config/docs.py
 
 docs: .venv/demo  ## the documentation of Python, numpy and torch, with a BPE of 4,096 tokens

@@ -247,9 +247,8 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     """Set values[key] = value, converted to the type that cls declares for key.
 
     source: where the value is given, for the message.
-    Raises UserError if cls has no such setting, or if the setting does not accept the value.
+    Raises UserError if the setting does not accept the value.
     """
-    check_known(cls, [key], source)
     kind = typing.get_type_hints(cls)[key]
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
@@ -319,7 +318,7 @@ def given_settings(
         print(help_text(cls, doc))
         sys.exit(0)
     names = [arg[2:].partition("=")[0].replace("-", "_") for arg in argv if arg[:2] == "--"]
-    check_known(cls, names, "options")
+    check_known(cls, names, "command line")
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
     while argv:

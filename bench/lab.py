@@ -44,7 +44,7 @@ from typing import Literal
 import configurator
 from bench.lab_results import Result, Results, compare, plot, read_run, table
 from bench.measure import REPO, command, train_options, write_json
-from configurator import UserError, changes, option, parse, set_value
+from configurator import UserError, changes, check_known, option, parse, set_value
 from hardware.disk import content_sha256
 from hardware.machine import end_with_parent, stop_signals
 from hardware.terminal import ProgressBar
@@ -160,6 +160,7 @@ def variants_of(cfg: LabConfig, baseline: str) -> list[tuple[str, TrainConfig]]:
 def varied(shared: TrainConfig, name: str, settings: dict) -> TrainConfig:
     """Return the settings of a variant."""
     values = {}
+    check_known(TrainConfig, settings, f"variant {name!r}")
     for key, value in settings.items():
         if key in GIVEN:
             raise UserError(f"variant {name!r}: {key}: lab.py gives it to each run")

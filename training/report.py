@@ -133,6 +133,7 @@ class Report:
             mfu = tflops / peak if peak else None
             if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
                 mfu = None  # other programs slowed down the measurement of the peak
+            eta = (plan.steps - step) * step_s + self.pauses_from(step)
             record |= {
                 "tokens_per_s": rate,
                 "tflops": tflops,
@@ -140,7 +141,7 @@ class Report:
                 "step_ms": 1e3 * step_s,
                 "data_ms": 1e3 * clock.data_s / (step - clock.step),
                 "memory_gb": peak_memory(self.machine.device) / 1e9,
-                "eta_s": (eta := (plan.steps - step) * step_s + self.pauses_from(step)),
+                "eta_s": eta,
             }
             speed = f"{rate / 1e3:.1f}k tok/s"
             self.bar.set_postfix_str(speed, refresh=False)

@@ -228,11 +228,12 @@ def check_fits(
     name_of = {sha256: name for name, sha256 in trained_on.items() if name not in hashes}
     sets = [replace(d, name=name_of.get(hashes[d.name], d.name)) for d in sets]
     trained_on, names = sorted(trained_on), sorted(data.name for data in sets)
+    tokenizers = [tokenizer_id(meta["tokenizer"]) for meta in (saved.meta, sets[0].meta)]
     other = f"start a new run with --init_from={folder} --run_name=NAME"
     if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
-        same_ids = tokenizer_id(saved.meta["tokenizer"]) == tokenizer_id(sets[0].meta["tokenizer"])
-        ways = f", or --switch_data, or {other}" if same_ids else ": the tokenizer is another one"
+        same_ids = tokenizers[0] == tokenizers[1]
+        ways = f", or --switch_data, or {other}" if same_ids else ": the tokenizers differ"
         raise UserError(f"{problem}: give its --dataset{ways}")
     before = checkpoint_settings(saved, cfg)
     then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
@@ -247,8 +248,7 @@ def check_fits(
         now[key] = then[key] if is_kept else getattr(cfg, key)
     for key in ("optimizer", "loss_on"):
         then[key], now[key] = getattr(before, key), getattr(cfg, key)
-    then["tokenizer"] = tokenizer_id(saved.meta["tokenizer"])
-    now["tokenizer"] = tokenizer_id(sets[0].meta["tokenizer"])
+    then["tokenizer"], now["tokenizer"] = tokenizers
     if not cfg.switch_data:
         now |= data_hashes(sets)
         for key, split in (("trained_on", "train"), ("judged_by", "val")):

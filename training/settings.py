@@ -17,8 +17,7 @@ REPORT = "Evaluation, samples, checkpoints"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    # A setting and its value -> the settings that they are short for.
-    # What nanoGPT, MiniMind and transformers' Trainer call a setting.
+    # A setting -> its names in nanoGPT, MiniMind and transformers' Trainer.
     ELSEWHERE: ClassVar = {
         "lr": ["learning_rate"],
         "min_lr_ratio, a fraction of lr": ["min_lr"],
@@ -56,6 +55,7 @@ class TrainConfig:
         "chosen automatically": ["flash_attn", "backend"],
         "not needed": ["always_save_checkpoint", "num_workers"],
     }
+    # A setting and its value -> the settings that they are short for.
     SHORT: ClassVar = {
         ("init_from", "resume"): {"resume": "yes"},
         ("init_from", "auto"): {"resume": "auto"},
