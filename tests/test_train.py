@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -310,18 +311,21 @@ def test_a_resume_says_that_the_code_has_changed(tiny_data, tmp_path, capsys, mo
 
 
 def test_what_a_stopped_compilation_left_empty_is_deleted(tmp_path, refuses, monkeypatch):
+    """An empty library that another process has just begun to write stays."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for name, size in (("aa/a.main.so", 0), ("bb/b.main.so", 0), ("bb/c.main.so", 9)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "aa").mkdir()
+    named, old, new, full = (tmp_path / "aa" / f"{name}.main.so" for name in "abcd")
+    for path in (named, old, new, full):
+        path.write_bytes(b"code" if path == full else b"")
+    os.utime(old, (0, 0))
     failure = type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"})
 
     def compiled() -> None:
         with compiler_errors():
-            raise failure("file too short, or a C++ error, because its test program is empty")
+            raise failure(f"ImportError: {named}: file too short")
 
     assert str(tmp_path) in refuses(compiled)
-    assert [path.name for path in tmp_path.glob("*/*")] == ["c.main.so"]
+    assert [new.exists(), full.exists(), old.exists(), named.exists()] == [True, True, False, False]
     assert "--compile=false" in refuses(compiled)
 
 

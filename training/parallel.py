@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,16 +153,23 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> torc
     return torch.compile(forward, dynamic=False) if compiled and not compiles_blocks else forward
 
 
-def remove_empty_libraries() -> list[Path]:
+def remove_empty_libraries(message: str) -> list[Path]:
     """Delete the empty libraries in the cache of torch.compile, and return their paths.
 
-    A Ctrl-C during compiling leaves one, which torch loads at every later start.
+    A Ctrl-C during compiling leaves one, which torch loads at every later start. Another process
+    may be writing one that is empty now: only one that the error message names, or that is older
+    than a minute, is deleted.
     """
     from torch._inductor.codecache import cache_dir  # takes a second, if nothing has compiled yet
 
-    empty = [path for path in Path(cache_dir()).glob("*/*.so") if path.stat().st_size == 0]
-    for path in empty:
-        path.unlink()
+    empty = []
+    for path in Path(cache_dir()).glob("*/*.so"):
+        with suppress(FileNotFoundError):  # another process may have deleted it
+            info = path.stat()
+            is_old = info.st_mtime < time.time() - 60
+            if info.st_size == 0 and (is_old or str(path) in message):
+                path.unlink()
+                empty.append(path)
     return empty
 
 
@@ -176,7 +183,7 @@ def compiler_errors() -> Iterator[None]:
         if out_of_memory(e) or not is_compiler_error:  # another rank has ended, or it is a bug
             raise
         first_line = str(e).partition("\n")[0]
-        if empty := remove_empty_libraries():
+        if empty := remove_empty_libraries(str(e)):
             problem = f"its cache had empty libraries ({empty[0]}), which are now deleted"
             raise UserError(f"torch.compile failed: {problem}: run the same command again") from e
         reason = f"{type(e).__name__}: {first_line}"
