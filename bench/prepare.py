@@ -27,7 +27,7 @@ import tiktoken
 
 from bench.measure import REPO, turns
 from configurator import UserError, option, parse, run
-from text.records import record_text
+from text.shapes import record_text
 from text.tokenizer import SentencePiece, Tiktoken
 
 

@@ -12,7 +12,7 @@ import prepare
 import sample
 from text import formats
 from text.dataset import load_tokenizer
-from text.records import record_text
+from text.shapes import record_text
 from text.tokenizer import same_ids
 
 PLAY = "First Citizen:\n\tBefore we proceed, any further  hear me speak.\r\n\n" * 20

@@ -115,17 +115,17 @@ def test_what_says_do_not_learn_this_is_not_learned(tiny_data, tmp_path):
 
 
 def test_fields_of_conversations_that_are_not_read_are_counted(tiny_data, tmp_path):
-    records = [talk(QUESTION, ANSWER | {"reasoning": "."}, rejected="No.", loss_mask=[1])] * 3
+    records = [talk(QUESTION, ANSWER | {"reasoning": "x"}, rejected="No.", loss_mask=[1])] * 3
     records += [talk(QUESTION, ANSWER | {"tool_calls": None}, tools="", history=[])]  # nothing
     folder = chats(tiny_data, tmp_path, [talk(QUESTION, ANSWER), *records])
-    unread = {"rejected": 3, "loss_mask": 3, "reasoning of messages": 3}
+    unread = {"rejected": 3, "loss_mask": 3, "messages[].reasoning": 3}
     assert open_dataset(folder)["records"]["unread"] == unread
 
 
 def test_marks_of_other_values_and_of_texts_are_counted(tiny_data, tmp_path):
     records = [talk(QUESTION, ANSWER, weight=0.5), talk(QUESTION, ANSWER | {"label": "bad"})]
     folder = chats(tiny_data, tmp_path, [*records, {"text": "So.", "label": False}])
-    unread = {"weight": 1, "label of messages": 1, "label of texts": 1}
+    unread = {"weight": 1, "messages[].label": 1, "label": 1}
     assert open_dataset(folder)["records"]["unread"] == unread
 
 
@@ -174,7 +174,7 @@ BAD = [
     *(talk(QUESTION, ANSWER | {"content": c}) for c in (" \n\t", 3, ["So."], "\ud800")),
     *(talk(QUESTION, ANSWER | {"role": r}) for r in ("tool", None, ["user"])),
     *(talk(QUESTION | {"content": None}, ANSWER), talk({"content": "Why?"}, ANSWER)),
-    talk(QUESTION, ANSWER, system=3),
+    talk(QUESTION, ANSWER, system={"a": 3}),
     {"instruction": "", "output": "So."},
     {"instruction": "Why?", "output": None},
     {"prompt": [QUESTION], "completion": [ANSWER]},

@@ -9,7 +9,7 @@ from test_prepare import prepare_set, texts_of
 
 import prepare
 from text.dataset import load_tokenizer, open_split, verify
-from text.records import record_text
+from text.shapes import record_text
 
 PLAY = "\n\n".join(record_text(r)[0] for r in make_records(200)) + "\n"
 

@@ -14,8 +14,8 @@ from configurator import UserError
 from text.dataset import load_tokenizer
 from text.encode import Encoder
 from text.hf_tokenizer import from_hugging_face, ranks_of, to_hugging_face
-from text.records import record_text
 from text.settings import PrepareConfig
+from text.shapes import record_text
 from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
 from text.train_tokenizer import write_alphabet
 

@@ -11,7 +11,7 @@ from conftest import call, make_records, saved, train_tiny, write_jsonl
 
 from bench import judge
 from text.dataset import load_tokenizer
-from text.records import record_text
+from text.shapes import record_text
 from training.huggingface import from_pretrained
 
 TASK = dict(output_type="multiple_choice", doc_to_text="question", doc_to_target="answer")

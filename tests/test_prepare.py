@@ -13,8 +13,8 @@ from hardware.disk import lock_file
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.docstrings import documentation
 from text.formats import read_chunks
-from text.records import record_text
 from text.settings import PrepareConfig
+from text.shapes import record_text
 from text.sources import Source
 
 TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world"]
@@ -66,48 +66,6 @@ def test_marks_are_full_width_from_one_letter_in_twenty_on(chinese):
     for letters, joined in ((76, "a：{}。"), (77, "a: {}")):
         content = chinese + "x" * (letters - 1) + " = (1 + 2) / 3;" * 20
         assert record_text({"title": "a", "content": content})[0] == joined.format(content)
-
-
-SECTION = {"title": "c", "content": "d"}
-HALVES = [{"title": "c"}, {"content": 5}]
-
-
-SHAPES = [
-    ({"title": "a", "summary": None, "sections": [SECTION]}, "a\n\nc: d"),
-    ({"title": "甲", "content": "b"}, "甲：b。"),
-    ({"text": "as it is"}, "as it is"),
-    ({"title": "t", "text": "as it is"}, "as it is"),
-    ({"content": "c"}, "c"),
-    ({"completion": "c"}, "c"),
-    ({"prompt": "p", "completion": "c"}, "p\nc"),
-    ({"instruction": "i", "input": "", "output": "o"}, "i\no"),
-    ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
-    ({"title": "a", "summary": "b", "sections": HALVES}, "a: b\n\nc\n\n5"),
-    ({"title": "甲", "summary": "b", "sections": HALVES}, "甲：bc：。：5。"),
-    ({"question": "?"}, None),
-    ({"text": 5}, "5"),
-    ({"text": None}, ""),
-    ({"text": ["a", "b"], "content": None}, "a\nb"),
-    ({"instruction": "i", "output": None}, "i"),
-    ({"text": {"0": "a"}}, None),
-    ({"text": b"a"}, None),
-    ({"title": "甲", "content": ["b", "c"]}, "甲：b\nc。"),
-    ("as it is", "as it is"),
-    ({"title": 7, "content": "b"}, "7: b"),
-    ({"title": [{"a": 1}], "content": "b"}, None),
-    ({"title": float("nan"), "content": "b"}, None),
-    ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": [1]}]}, None),
-    (["a"], None),
-]
-
-
-@pytest.mark.parametrize("record, text", SHAPES)
-def test_known_record_shapes_and_no_others_become_text(record, text):
-    if text is None:
-        with pytest.raises(ValueError):
-            record_text(record)
-    else:
-        assert record_text(record)[0] == text
 
 
 # -- formats --

@@ -16,21 +16,23 @@ answer. A line end between the two means that the answer is not to be learned. T
 all messages, so no message has them in its context.
 """
 
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from hardware.terminal import harmless
 from text.tokenizer import IM_END, IM_START, Tokenizer
 
 # Names of the roles in other data sets -> the role.
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant"}
 ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant")
+# What tells the messages of a tool call: their roles, and fields of a message without a text.
+TOOLS = ("tool", "function", "observation", "function_call", "tool_call", "ipython")
+CALLS = ("tool_calls", "function_call")
 # Fields that say whether a record or a message is to be learned, and the values that say so.
 FLAGS = ("label", "train", "loss", "weight")
 NO = {"false", "0", "0.0"}
 YES = {"true", "1", "1.0", "none"}
-MESSAGE_FIELDS = {"role", "from", "content", "value"}
 
 
 class Turn(NamedTuple):
@@ -46,35 +48,33 @@ def is_refused(item: dict) -> bool:
     return any(str(item.get(key)).lower() in NO for key in FLAGS)
 
 
-def unread_fields(item: dict, read: Collection[str]) -> set[str]:
-    """Return the fields of a record or a message that hold something, and that nothing reads."""
-    flags = {key for key in FLAGS if str(item.get(key)).lower() in NO | YES}
-    return {key for key in item if item[key] not in (None, "", [], {})} - set(read) - flags
-
-
-def turns_of(messages: Any) -> list[Turn]:
-    """Return the messages of a conversation.
+def turns_of(messages: list[dict]) -> list[Turn]:
+    """Return the messages of a conversation, which have a `role` and a `content`.
 
     An empty system message is left out. Raises ValueError unless user and assistant take turns,
     after at most one system message, and the assistant has the last word.
     """
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError(f"a conversation is a {type(messages).__name__}, not a list of messages")
     turns = []
     for number, message in enumerate(messages, 1):
-        name = message.get("from") if message.get("role") is None else message["role"]
-        content = message.get("value") if message.get("content") is None else message["content"]
-        role = ROLES.get(str(name))
+        name, content = message["role"], message["content"]
+        role = ROLES.get(str(name).lower())
+        is_empty = content is None or (isinstance(content, str) and not content.strip())
+        if str(name).lower() in TOOLS or (is_empty and any(map(message.get, CALLS))):
+            raise ValueError(
+                f"message {number}, of the {name}, is part of a tool call: not supported"
+            )
+        if name is None:
+            fields = harmless(", ".join(map(str, message)))[:80]
+            raise ValueError(f"message {number}, {{{fields}}}, has no role or from")
         if role is None or not isinstance(content, str | None):
             accepted = "a text of system, user or assistant"
             raise ValueError(f"message {number}, of role {name!r:.40}, is not {accepted}")
-        is_empty = not (content or "").strip()
         if role == "system" and number == 1 and is_empty:
             continue
         expected = "user" if not turns or turns[-1][0] != "user" else "assistant"
         if role != expected and (role != "system" or number > 1):
             raise ValueError(f"message {number}: the {role} speaks where the {expected} should")
-        if content is None or is_empty:
+        if is_empty:
             raise ValueError(f"message {number}, of the {role}, is empty")
         turns.append(Turn(role, content, not is_refused(message)))
     if not turns or turns[-1].role != "assistant":

@@ -15,7 +15,7 @@ from typing import Any
 from configurator import UserError
 from hardware.terminal import ProgressBar
 from text.formats import Chunk, read_chunks
-from text.records import Tally, check_bad
+from text.records import Tally, check_bad, check_unread
 from text.settings import PrepareConfig
 from text.sources import Source
 
@@ -46,6 +46,7 @@ def map_chunks(
             yield result
             bar.update(bytes_read - bar.n)
     check_bad(tally, cfg, tally.records)
+    check_unread(tally, cfg)
     if tally.shapes.total() == tally.dropped.total():
         dropped = ", ".join(f"{n:,} x {reason}" for reason, n in tally.dropped.items())
         raise UserError(f"no documents: {dropped or 'the input is empty'}")

@@ -120,8 +120,8 @@ def summary(meta: dict, folder: Path) -> str:
     for outcome in ("bad", "dropped", "changed"):
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
     lines += [f"  bad record, for example {example}" for example in records["examples"]]
-    if unread := records.get("unread"):  # data sets of earlier versions have not counted them
-        lines.append(f"  fields that are not read: {counted(unread)}")
+    if records.get("unread"):  # data sets of earlier versions have not counted them
+        lines.append(f"  fields that are not read: {unread_fields(records)}")
     if names := records.get("names"):
         advice = "--separators splits texts at them"
         lines.append(f"  special tokens encoded as ordinary text: {counted(names)} ({advice})")
@@ -132,6 +132,16 @@ def summary(meta: dict, folder: Path) -> str:
     shown = [f"{name} {loss:.3f}" for name, loss in losses.items() if name != "bigram_tokens"]
     lines.append(f"  loss on val of the simplest models, nats per token: {', '.join(shown)}")
     return "\n".join(lines)
+
+
+def unread_fields(records: dict) -> str:
+    """Return `12 x summary, 4,567 characters; 3 x meta.note, 89 characters`, the largest first."""
+    sizes = records.get("unread_characters", {})  # earlier versions have not counted them
+    paths = sorted(records["unread"], key=lambda path: -sizes.get(path, 0))
+    shown = [f"{records['unread'][p]:,} x {p}, {sizes.get(p, 0):,} characters" for p in paths[:12]]
+    others = sum(sizes.get(path, 0) for path in paths[12:])
+    shown += [f"{len(paths) - 12:,} others, {others:,} characters"] * (len(paths) > 12)
+    return "; ".join(shown)
 
 
 def counted(counts: dict[str, int]) -> str:

@@ -28,6 +28,7 @@ class PrepareConfig:
         "", "question,answer or a template '{question} {answer}'; default: known shapes"
     )
     chat: bool = option(False, "turn an instruction or prompt and its answer into a conversation")
+    allow_unread: bool = option(False, "accept that more text is left out of the records than read")
     txt: Literal["file", "block", "line"] = option(
         "file", "one document per file, block or line of .txt"
     )
