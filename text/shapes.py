@@ -16,6 +16,7 @@ as missing. What a shape does not read is returned with it, and the report count
 import itertools
 import math
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,14 @@ CONTEXTS = ("context", "input")  # between a question and its answer
 # A string that is no text: a URL, a word with a digit or a sign as in an id or a path, a date.
 NO_TEXT = re.compile(r"\w+://\S*|(?=\S*[\d_/\\@:=#])[!-~]*|[\d\s:/.,TZ+%-]*")
 # A field of a conversation with such a name may say what is to be learned, whatever it holds.
-MARK = re.compile(r"(mask|train|learn|loss|weight|label)[^]]*$")
+MARK = re.compile("mask|train|learn|loss|weight|label")
+EMPTY = (None, "", [], {})
+
+
+@lru_cache(1024)  # the records of a corpus have the same names
+def lower_names(names: tuple[str, ...]) -> dict[str, str]:
+    """Return lower-case name -> name of each. A name in lower case comes before others."""
+    return {name.strip().lower(): name for name in names} | {name: name for name in names}
 
 
 class Fields:
@@ -44,16 +52,17 @@ class Fields:
     def __init__(self, record: dict):
         self.record = record
         self.rest = dict(record)
-        # A name that is in lower case already comes before others.
-        self.names = {name.strip().lower(): name for name in record} | {n: n for n in record}
+        self.names = lower_names(tuple(record))
 
     def value(self, name: str) -> Any:
         return self.record.get(self.names.get(name))
 
     def first(self, names: tuple[str, ...]) -> str:
         """Return the first of these names that holds text, or else that exists; "" if none does."""
-        holding = (name for name in names if holds_text(self.value(name)))
-        return next(holding, next((name for name in names if name in self.names), ""))
+        for name in names:
+            if name in self.names and holds_text(self.value(name)):
+                return name
+        return next((name for name in names if name in self.names), "")
 
     def take(self, name: str) -> str:
         """Return a field as get() does. It counts as read then."""
@@ -65,10 +74,10 @@ class Fields:
 
 def holds_text(value: Any) -> bool:
     """Return whether get() reads a value as a text that is not blank."""
+    if isinstance(value, str):
+        return value != "" and not value.isspace()
     if isinstance(value, list):
         return all(isinstance(text, str) for text in value) and any(map(str.strip, value))
-    if isinstance(value, str):
-        return not value.isspace() and value != ""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -94,6 +103,20 @@ def listed(record: dict) -> str:
     return f"{{{harmless(', '.join(map(str, record)))[:80]}}}"
 
 
+@lru_cache(1)
+def paths_of(fields: str) -> set[str]:
+    """Return the paths of the fields that --fields names; a list that a.0 names is read."""
+    names = FIELD.findall(fields) or fields.split(",")
+    return {re.sub(r"\.\d+$", "", name.strip()) for name in names} | {*names}
+
+
+@lru_cache(1024)
+def mark_of(path: str) -> str:
+    """Return the name at the end of a path if it is a MARK, else ""."""
+    name = path.rpartition(".")[2]
+    return name if MARK.search(name) and not name.endswith("]") else ""
+
+
 def unread(rest: dict, obeyed: set[str], fields: str = "") -> dict[str, int]:
     """Return path -> characters of each field that holds text in what was not read of a record.
 
@@ -101,22 +124,20 @@ def unread(rest: dict, obeyed: set[str], fields: str = "") -> dict[str, int]:
     no texts. A MARK counts whatever it holds, unless it is one of FLAGS with a value of `obeyed`.
     fields: --fields, whose names are left out.
     """
-    chosen = FIELD.findall(fields) or fields.split(",")
-    read = {re.sub(r"\.\d+$", "", name.strip()) for name in chosen} | {*chosen}
+    read = paths_of(fields)
     found: dict[str, int] = {}
-    values: list[tuple[str, Any]] = [("", rest)]
+    values: list[tuple[str, Any]] = list(rest.items())
     for path, value in values:  # it grows
-        name = path.rpartition(".")[2]
-        if isinstance(value, dict):
-            values += [(f"{path}.{key}".lstrip("."), inner) for key, inner in value.items()]
-        elif isinstance(value, list):
-            values += [(path if type(inner) is str else f"{path}[]", inner) for inner in value]
-        if path in read or value in (None, "", [], {}):
+        if path in read or value in EMPTY:
             continue
         if isinstance(value, str) and not NO_TEXT.fullmatch(value):
             found[path] = found.get(path, 0) + len(value)
-        elif MARK.search(name) and not (name in FLAGS and str(value).lower() in obeyed):
+        elif (mark := mark_of(path)) and not (mark in FLAGS and str(value).lower() in obeyed):
             found.setdefault(path, 0)
+        if isinstance(value, dict):
+            values += [(f"{path}.{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            values += [(path if type(inner) is str else f"{path}[]", inner) for inner in value]
     return found
 
 
@@ -186,20 +207,21 @@ def read_sections(sections: Any) -> tuple[list[tuple[str, str]], list[dict]]:
 
     Raises ValueError if they have another form, or hold text under unknown names alone.
     """
-    if not isinstance(sections, list | None) or not all(
-        isinstance(s, dict) for s in sections or ()
-    ):
-        raise ValueError("sections is not a list of {title, content}")
+    if not isinstance(sections, list | None):
+        raise ValueError(f"sections is a {type(sections).__name__}, not a list of sections")
     pairs, left = [], []
     for section in sections or ():
+        if not isinstance(section, dict):
+            raise ValueError(f"a section is a {type(section).__name__}, not an object")
         item = Fields(section)
-        names = item.first(HEADINGS), item.first(PARAGRAPHS)
-        pair = tuple(item.take(name) if name else "" for name in names)
-        inner, item.rest["sections"] = read_sections(item.value("sections"))
-        if not (pair[1] or inner) and unread(item.rest, YES):
+        title, text = item.take(item.first(HEADINGS)), item.take(item.first(PARAGRAPHS))
+        inner = []
+        if "sections" in item.names:
+            inner, item.rest[item.names["sections"]] = read_sections(item.value("sections"))
+        if not (text or inner) and unread(item.rest, YES):
             raise ValueError(f"a section {listed(section)} has no {' or '.join(PARAGRAPHS)}")
-        pairs += [pair, *inner] if any(pair) or not inner else inner
-        left.append(item.rest)
+        pairs += [(title, text), *inner] if title or text or not inner else inner
+        left += [item.rest] if item.rest else []
     return pairs, left
 
 
@@ -253,6 +275,8 @@ def read_conversation(
     if isinstance(record, list) and not fields and all(isinstance(m, dict) for m in record):
         record = {"messages": record}
     if not isinstance(record, dict):
+        return None
+    if not chat and lower_names(tuple(record)).keys().isdisjoint(CONVERSATIONS):
         return None
     item = Fields(record)
     if not fields and (name := conversation_name(item)):
