@@ -25,10 +25,11 @@ not grow with the input.
 It recognizes these formats of a record. {title, summary, sections: [{title, content}]} becomes
 `title：summary`, followed by `title：content。` for each section, if at least one letter in twenty
 is Chinese or Japanese, and otherwise `title: summary`, with a paragraph `title: content` for each
-section. {title, content} is written like one such section. {text}, {content}, {completion},
-{prompt, completion} and {instruction, input, output} are recognized, too. --fields chooses others.
+section. {title, text} is written like one such section; {text}, {content} and other names of a text
+may stand alone. A question and its answer, such as {instruction, input, output}, become lines.
 {messages} and {conversations}, lists of {role, content} or {from, value}, become conversations in
-ChatML, and with --chat so do instructions and prompts with their answers.
+ChatML, and with --chat so do questions with their answers. --fields chooses other fields. What is
+not read is counted; if it is more text than what is read, nothing is written.
 
 A hash of each document decides whether it goes to train.bin or to val.bin. A corpus of fewer than
 1 / val_fraction documents, such as one text file, is split by tokens instead: its last tokens, a
