@@ -106,7 +106,7 @@ def listed(record: dict) -> str:
 @lru_cache(1)
 def paths_of(fields: str) -> set[str]:
     """Return the paths of the fields that --fields names; a list that a.0 names is read."""
-    names = FIELD.findall(fields) or fields.split(",")
+    names = FIELD.findall(fields) or [*filter(None, fields.split(","))]
     return {re.sub(r"\.\d+$", "", name.strip()) for name in names} | {*names}
 
 
