@@ -56,14 +56,13 @@ from hardware.disk import (
     lock_file,
     remove_files,
     sealed,
-    set_aside,
-    sync_to_disk,
+    sync_and_rename,
     unseal,
 )
 from hardware.terminal import harmless
 from text import nanogpt, report
 from text.baselines import ngram_losses
-from text.dataset import open_dataset, verify
+from text.dataset import files_of, open_dataset, verify
 from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
@@ -158,19 +157,20 @@ def data_set_name(cfg: PrepareConfig) -> str:
 def replace(target: Path, new: Path, meta: dict) -> None:
     """Replace the old data set by the new one, which has this meta.json.
 
-    The old one becomes NAME.old. It is then deleted if it is intact and made of the same files.
+    The old one becomes NAME.old. If it is intact and made of the same files, those that its
+    meta.json names are then deleted.
     """
-    for path in (*new.iterdir(), new):
-        sync_to_disk(path)
-    old = set_aside(target, f"{target.name}.old") if os.path.lexists(target) else None
-    new.rename(target)
-    sync_to_disk(target.parent)
-    if old:
+    if old := sync_and_rename(new, target, f"{target.name}.old"):
+        problem = f"the old data set was made of other files, or changed since: it is now {old}"
         with suppress(UserError):  # it is damaged
-            if inputs_of(open_dataset(old)) == inputs_of(meta):
-                remove_files(old, FILES)
+            before = open_dataset(old)
+            if inputs_of(before) == inputs_of(meta):
+                ours = ("train.bin", "val.bin", "meta.json", *files_of(before["tokenizer"]))
+                remove_files(old, ours)
+                others = ", ".join(sorted(path.name for path in old.glob("*")))
+                problem = f"{old} keeps what prepare.py has not written to {target}: {others}"
         if old.exists():
-            note(f"the old data set was made of other files, or changed since: it is now {old}")
+            note(problem)
 
 
 def inputs_of(meta: dict) -> list[dict]:
@@ -217,6 +217,8 @@ def write_set(
         info = make_tokenizer(cfg, sources, workers, folder)
         encoder = Encoder(cfg, folder / info["file"], info)
         writer, tally = write_splits(cfg, sources, encoder, workers, folder)
+        if absent := ", ".join(repr(s) for s in cfg.split_at if s not in tally.separators):
+            note(f"--separators: no text has {absent} (conversations stay whole)")
     for split, counts in writer.counts.items():
         if not counts["documents"]:
             raise UserError(f"{split}.bin would be empty: give more text or another --val_fraction")

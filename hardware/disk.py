@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
@@ -28,6 +29,13 @@ from configurator import UserError
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+# How a pointer begins -> the program that it belongs to, and the command that fetches the file.
+POINTERS = {
+    rb"version https://git-lfs\.github\.com/spec/": ("Git LFS", "git lfs pull"),
+    # The second is a link of Git on a disk without links.
+    rb"/annex/objects/\w+-|[./]*\.git/annex/objects/": ("git-annex", "git annex get ."),
+    rb"# xet version \d+\s+filesize": ("Git Xet", "git xet materialize ."),
+}
 
 # --------------------------------------------------------------------------------------------------
 # Writing
@@ -66,12 +74,17 @@ def json_bytes(content: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def sync_and_rename(temporary: Path, target: Path) -> None:
-    """Sync a folder of new files to the disk, then rename it: target is complete or missing."""
+def sync_and_rename(temporary: Path, target: Path, aside: str = "") -> Path | None:
+    """Sync a folder of new files to the disk, then rename it: target is complete or missing.
+
+    aside: a new name for an old target. Return its new path, or None if there was none.
+    """
     for path in (*temporary.iterdir(), temporary):
         sync_to_disk(path)
+    old = set_aside(target, aside) if aside and os.path.lexists(target) else None
     temporary.rename(target)
     sync_to_disk(target.parent)
+    return old
 
 
 def set_aside(path: Path, name: str) -> Path:
@@ -104,16 +117,18 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def check_regular_file(path: str | Path) -> None:
-    """Raise OSError if the path is not a regular file, or is a Git LFS pointer.
+    """Raise OSError if the path is not a regular file, or is a pointer, as of Git LFS.
 
-    Reading a FIFO may never end. A pointer is the small text that `git clone` without Git LFS puts
-    in place of a file.
+    Reading a FIFO may never end. A pointer is the small text that `git clone` puts in place of a
+    large file, which another program has to fetch.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with open(path, "rb") as file:
-        if file.read(40) == b"version https://git-lfs.github.com/spec/":
-            problem = "a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
+        head = file.read(100)
+    for beginning, (program, command) in POINTERS.items():
+        if re.match(beginning, head):
+            problem = f"a pointer of {program}, not the file itself: run `{command}` in its folder"
             raise OSError(errno.EINVAL, problem, str(path))
 
 

@@ -55,6 +55,15 @@ TINY += ["--peak_tflops=1", "--dataset=tiny", "--sample_every=0"]
 TINY += ["--tracker=off"]  # a test of the picture says --tracker=none
 
 
+# What stands in place of a large file, and a part of the advice to fetch it.
+POINTERS = [
+    ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+    ("/annex/objects/SHA256E-s313500--7d.txt\n", "git annex get"),
+    ("../../.git/annex/objects/Vw/9q/MD5E-s5--ab.txt/MD5E-s5--ab.txt", "git annex get"),
+    ("# xet version 0\nfilesize = 5\nhash = 'ab'\n", "git xet materialize"),
+]
+
+
 def make_records(n: int, seed: int = 0) -> list[dict]:
     rng = random.Random(seed)
     words = "the loop reads tokens and writes weights 模型 训练 数据 学习率 梯度 naïve 😀 x=1;"

@@ -14,6 +14,7 @@ from text import formats
 from text.dataset import load_tokenizer
 from text.shapes import record_text
 from text.tokenizer import same_ids
+from text.train_tokenizer import RESERVED
 
 PLAY = "First Citizen:\n\tBefore we proceed, any further  hear me speak.\r\n\n" * 20
 
@@ -49,6 +50,15 @@ def test_every_text_of_the_corpus_comes_back(tmp_path, text):
     assert "".join(documents(folder)) == text and meta["records"]["changed"] == {}
     ids = tokenizer.encode(text).tolist()
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+
+
+@pytest.mark.parametrize("reserved", RESERVED)
+def test_a_reserved_character_hides_no_text_from_the_training(tmp_path, reserved):
+    text = f"{reserved} 魑魅魍魉 魑魅{reserved}魍魉"
+    folder, _, tokenizer = made(tmp_path, [text] * 9, "train", vocab_size=270)
+    assert len(tokenizer.encode("魑魅魍魉")) <= 4  # 12 bytes
+    assert len(tokenizer.encode("a\u2581b")) == 5  # of the text, not of a space
+    assert documents(folder) == {text: 9}
 
 
 def test_byte_vocabulary_is_bytes_space_eos_and_unk(tmp_path):

@@ -2,18 +2,26 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
+import pickle
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import call, make_records, write_jsonl
-from test_prepare import TEXTS, documents, prepare_set
+from conftest import POINTERS, call, make_records, write_jsonl
+from test_prepare import TEXTS, all_texts, documents, prepare_set
 
 import prepare
-from text.formats import read_chunks
+from text import pool
+from text.encode import Encoder
+from text.formats import Chunk, Lines, read_chunks
+from text.records import Tally
+from text.records import documents as documents_of
 from text.settings import PrepareConfig
 from text.shapes import record_text
 from text.sources import Source
@@ -68,6 +76,9 @@ QUOTED = [
     ('id\ttext\n1\t"one\ntwo"\n2\t"a\tb"\n', ["one\ntwo", "a\tb"]),
     ('"id"\t"text"\n"1"\t"all"\n\n', ["all"]),
     ('id\ttext\n1\t"""a"" one\n2\ttwo"\n', ['"a" one\n2\ttwo']),
+    ('id\ttext\n1\t"""Return x."""\n2\t"I go.\n3\tb"\n', ['"""Return x."""', '"I go.', 'b"']),
+    ('id\ttext\n1\t"""Return x."""\n2\tb\n', ['"""Return x."""', "b"]),
+    ('id\ttext\n1\t"""No."""\n2\t"""No,"" he said."\n', ['"No."', '"No," he said.']),
 ]
 
 
@@ -132,6 +143,35 @@ def test_only_the_columns_that_are_used_are_read(tmp_path, refuses):
     assert "{x}" in error and "--fields" in error
     parquet.write_table(pyarrow.table([MANY, MANY], names=["text", "text"]), path)
     assert "c.parquet: " in refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+
+
+def test_times_in_parquet_hide_no_text(tmp_path, refuses):
+    """They may have the name of a field that is used. Python has no type for most of these."""
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+
+    path = tmp_path / "c.parquet"
+    message = {"role": "user", "content": "?", "meta": {"by": "me"}}
+    kinds = {"role": pa.string(), "content": pa.string(), "at": pa.timestamp("ns")}
+    kinds["meta"] = pa.struct({"by": pa.string(), "at": pa.timestamp("us")}.items())
+    columns = {
+        "text": ["one", "two"],
+        "messages": pa.array([[message], []], pa.list_(pa.struct(kinds.items()))),
+        "label": pa.array([10**18 + 1] * 2, pa.timestamp("ns")),
+        "weight": pa.array([2**31 - 1] * 2, pa.date32()),
+        "input": pa.array([1] * 2, pa.time64("ns")),
+    }
+    for int96 in (False, True):
+        table = pa.table(columns)
+        parquet.write_table(table, path, use_deprecated_int96_timestamps=int96)
+        (chunk,) = read_chunks([Source.from_path(path, "parquet")], PrepareConfig())
+        times = dict(label=None, weight=None, input=None)
+        read = [dict(text=t, messages=m) | times for t, m in (("one", [message]), ("two", []))]
+        assert [row for _, row in chunk.records] == read
+        error = refuses(
+            prepare.main, "--input", path, "--fields=text,label", f"--data_dir={tmp_path}"
+        )
+        assert "c.parquet: " in error
 
 
 def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses):
@@ -247,40 +287,52 @@ def test_format_reads_files_of_other_names(tmp_path):
 
 def test_format_reads_the_files_of_folders(tmp_path, refuses):
     inputs = tmp_path / "in"
-    for name in ("AA", ".git", "../hf"):
+    for name in ("AA", ".git", "__pycache__", "../hf"):
         (inputs / name).mkdir(parents=True)
     write_texts(inputs / "AA" / "wiki_00", MANY)
     (inputs / "AA" / "wiki_01.bz2").write_bytes(bz2.compress(jsonl(MANY).encode()))
-    for name in ("_SUCCESS", ".DS_Store", ".part-00000.crc", ".git/HEAD"):
+    for name in (".DS_Store", ".part-00000.crc", ".git/HEAD", "__pycache__/a.pyc"):
         (inputs / name).write_bytes(b"\0\1")
+    (inputs / "_SUCCESS").write_bytes(b"")
+    write_texts(inputs / "_part_2", MANY)
     assert "--format" in refuses(prepare.main, "--input", inputs)
     write_texts(tmp_path / "hf" / "state.json", MANY)
     (tmp_path / "hf" / "data.arrow").write_bytes(b"ARROW1")
     assert "data.arrow" in refuses(prepare.main, "--input", tmp_path / "hf")
     folder, meta = prepare_set(tmp_path, inputs, format="jsonl")
-    assert documents(folder) == Counter(MANY * 2)
-    assert sum(meta["sources"][-1]["skipped"].values()) == 4
+    assert documents(folder) == Counter(MANY * 3)
+    assert sum(meta["sources"][-1]["skipped"].values()) == 5
 
 
+@pytest.mark.parametrize("pointer, cure", POINTERS)
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "csv", "tsv", "parquet", "json.gz"])
-def test_a_git_lfs_pointer_is_named_with_its_cure(tmp_path, refuses, suffix):
+def test_a_pointer_is_named_with_its_cure(tmp_path, refuses, suffix, pointer, cure):
     pytest.importorskip("pyarrow", reason="needs pyarrow")
     path = tmp_path / f"a.{suffix}"
-    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 5\n")
+    path.write_text(pointer)
     error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
-    assert f"a.{suffix}: " in error and "git lfs pull" in error
+    assert f"a.{suffix}: " in error and cure in error
 
 
 @pytest.mark.parametrize("name", ["a.model", "a.tiktoken", "folder/tokenizer.model"])
-def test_a_git_lfs_pointer_of_a_tokenizer_is_named(tmp_path, refuses, name):
+def test_a_pointer_in_place_of_a_tokenizer_is_named(tmp_path, refuses, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 5\n")
     tokenizer = path.parent if name.startswith("folder") else path
     corpus = write_texts(tmp_path / "a.txt", MANY)
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tokenizer}"]
-    error = refuses(prepare.main, "--input", corpus, *options)
-    assert path.name in error and "git lfs pull" in error and "Errno" not in error
+    for pointer, cure in POINTERS:
+        path.write_text(pointer)
+        options = [f"--data_dir={tmp_path}", f"--tokenizer={tokenizer}"]
+        error = refuses(prepare.main, "--input", corpus, *options)
+        assert path.name in error and cure in error and "Errno" not in error
+
+
+def test_texts_about_pointers_are_no_pointers(tmp_path):
+    texts = ["# xet version 2 is out\n", "See https://git-lfs.github.com/spec/v1\n", "/annex/a\n"]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.md").write_text(text)
+    folder, _ = prepare_set(tmp_path, tmp_path)
+    assert "".join(all_texts(folder)) == "".join(texts)
 
 
 def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):
@@ -288,6 +340,47 @@ def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):
     (tmp_path / "b.txt").write_text("A text may hold a \0.\n" * 9)
     error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}")
     assert "1 of 2" in error and "a.txt" in error and "--encoding=utf-16-le" in error
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("option", ["utf-8", "gb18030", "utf-16-le"])
+def test_a_byte_order_mark_tells_utf16_whatever_the_option(tmp_path, encoding, option):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    text = "你好，ሊ\nHello."
+    contents = {"txt": text, "jsonl": json.dumps({"text": text}, ensure_ascii=False) + "\n"}
+    contents |= {"json": contents["jsonl"], "csv": f'id,text\n1,"{text}"\n'}
+    contents["tsv"] = contents["csv"].replace(",", "\t")
+    for suffix, content in contents.items():
+        (corpus / f"a.{suffix}").write_bytes(f"\ufeff{content}".encode(encoding))
+    (corpus / "b.txt.gz").write_bytes(gzip.compress(f"\ufeff{text}".encode(encoding)))
+    (corpus / "c.txt").write_text("others 其他", encoding=option)
+    folder, _ = prepare_set(tmp_path, corpus, encoding=option)
+    assert documents(folder) == Counter([text] * 6 + ["others 其他"])
+
+
+EQUAL_KEYS = ['{"text": "a", "text": "b"}', '{"text": "a", "meta": [{"n": 1, "m": 2, "n": 3}]}']
+
+
+@pytest.mark.parametrize("record", EQUAL_KEYS)
+def test_two_equal_keys_of_an_object_lose_no_value(tmp_path, refuses, record):
+    for suffix, place in (("jsonl", "c.jsonl:21: "), ("json", "c.json: element 21: ")):
+        path = tmp_path / f"c.{suffix}"
+        path.write_text('{"text": "a", "meta": {"text": "b"}}\n' * 20 + record)
+        assert place in refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+    _, meta = prepare_set(tmp_path, tmp_path / "c.jsonl", max_bad=0.1)
+    assert sum(meta["records"]["bad"].values()) == 1
+
+
+@pytest.mark.parametrize("suffix, separator", [("csv", ","), ("tsv", "\t")])
+def test_columns_without_a_name_are_numbered_and_kept(tmp_path, suffix, separator):
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(("v1,v2,, \n" + "ham,one,,\nspam,two,more,\n" * 9).replace(",", separator))
+    (chunk,) = read_chunks([Source.from_path(path, suffix)], PrepareConfig())
+    _, (_, row), *_ = chunk.records
+    assert row == {"v1": "spam", "v2": "two", "column 3": "more", "column 4": ""}
+    folder, _ = prepare_set(tmp_path, path, fields="v2")
+    assert documents(folder) == Counter(["one", "two"] * 9)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
@@ -301,6 +394,68 @@ def test_integers_of_any_length_are_read(tmp_path, suffix):
 
 
 # -- what is left out --
+
+LONG = '{"text": "' + "z" * 1000 + '"}'
+LEFT_OUT = {  # suffix -> records, of which the second is bad, and the characters of that
+    "jsonl": ('{"text": "one"}\n' + LONG, len(LONG)),
+    "txt": ("one\n" + "z" * 5000, 1001),  # as far as it is read
+    "csv": ("id,text\n1,one\n2,two,three", 9),
+}
+
+
+@pytest.mark.parametrize("suffix", LEFT_OUT)
+def test_characters_of_records_that_are_left_out_are_counted(tmp_path, refuses, suffix):
+    content, size = LEFT_OUT[suffix]
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(content)
+    cfg = PrepareConfig(txt="line", max_record_mb=0.001)
+    tally = Tally()
+    for chunk in read_chunks([Source.from_path(path, suffix)], cfg):
+        list(documents_of(pickle.loads(pickle.dumps(chunk)), cfg, tally))
+    assert tally.records == 2 and tally.bad.total() == 1
+    assert tally.characters["bad"] == size
+
+
+@pytest.mark.parametrize("bad", [1, 9])
+def test_a_record_that_cannot_be_encoded_is_bad_with_its_characters(tmp_path, monkeypatch, bad):
+    folder, meta = prepare_set(tmp_path, write_texts(tmp_path / "c.jsonl", MANY))
+    encoder = Encoder(PrepareConfig(), folder / meta["tokenizer"]["file"], meta["tokenizer"] | meta)
+
+    def fail(text: str):
+        raise ValueError("it failed")
+
+    encode = encoder.tokenizer.encode
+    monkeypatch.setattr(
+        encoder.tokenizer, "encode", lambda text: (fail if "z" in text else encode)(text)
+    )
+    lines = ['{"text": "one"}'] * (9 - bad) + [LONG] * bad
+    (rows, _), tally = encoder(Chunk("jsonl", [("a", Lines("\n".join(lines).encode(), 1))]))
+    assert len(rows) == 9 - bad and tally.bad.total() == bad
+    assert tally.characters["bad"] == bad * len(LONG)
+    assert tally.characters["read"] == sum(map(len, lines))
+
+
+def test_separators_are_decoded_and_those_without_effect_named(tmp_path, capsys):
+    path = write_texts(tmp_path / "c.jsonl", ["one\ntwo<|e|>three"] * 9)
+    folder, meta = prepare_set(tmp_path, path, separators="\\n, <|e|>, <|x|>")
+    assert documents(folder) == Counter(["one", "two", "three"] * 9)
+    assert meta["records"]["separators"] == {"\n": 9, "<|e|>": 9}
+    note = capsys.readouterr().err
+    assert "'<|x|>'" in note and "<|e|>" not in note
+
+
+def test_without_a_terminal_progress_is_a_line_a_minute(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("text.formats.CHUNK", 300)
+    path = write_texts(tmp_path / "c.jsonl", [f"text {i}" for i in range(500)])
+    prepare_set(tmp_path, path)
+    assert capsys.readouterr().err == ""
+    clock = itertools.count(0, 20)  # seconds: a chunk takes 20
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    prepare_set(tmp_path, path)
+    chunks = next(clock) // 20 - 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == chunks // 4 > 5
+    assert all(re.search(r"\d%.* \d\d:\d\d", line) for line in lines)
 
 
 def test_rows_with_fewer_fields_than_the_header_are_counted(tmp_path):

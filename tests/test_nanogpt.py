@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call
+from conftest import POINTERS, call
 from test_prepare import all_texts
 
 import prepare
@@ -131,6 +131,18 @@ def test_damaged_files_are_refused_and_nothing_is_executed(tmp_path, refuses, ca
         ("meta.pkl", pickle.dumps({"itos": Executes()})),
         ("meta.pkl", b"\x80"),
         ("meta.pkl", pickle.dumps({"itos": {0: "a", 1: "b"}})),
+        ("meta.pkl", pickle.dumps({"itos": CHARACTERS | {0: "a", 1: "a"}})),
+        ("meta.pkl", pickle.dumps({"itos": {n + n // 5: c for n, c in CHARACTERS.items()}})),
+        ("meta.pkl", pickle.dumps({"itos": {float(n): c for n, c in CHARACTERS.items()}})),
+        ("meta.pkl", pickle.dumps({"itos": {n: chr(n + 0x10000) for n in range(65_535 + 1)}})),
+        ("meta.pkl", pickle.dumps({"itos": CHARACTERS | {0: ""}})),
+        ("meta.pkl", pickle.dumps({"itos": CHARACTERS | {0: "ab"}})),
+        ("meta.pkl", pickle.dumps({"itos": CHARACTERS | {-1: "Z"}})),
+        ("meta.pkl", pickle.dumps({"itos": {}})),
+        ("meta.pkl", pickle.dumps({"itos": list(CHARACTERS.values())})),
+        ("meta.pkl", POINTERS[0][0].encode()),
+        ("val.bin", POINTERS[0][0].encode()),
+        ("train.bin", POINTERS[1][0].encode()),
         ("val.bin", b""),
         ("train.bin", b"abc"),
     ):

@@ -64,6 +64,7 @@ class Encoder:
             results = list(itertools.islice(every, len(document.texts)))
             if problems := [e for e in results if isinstance(e, ValueError)]:
                 tally.reject(document.location, str(problems[0]))
+                tally.characters["bad"] += document.characters
                 continue
             encoded = [ids for ids in results if not isinstance(ids, ValueError)]
             tokens = self.document_ids(encoded, document)

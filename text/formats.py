@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from configurator import UserError
+from hardware.disk import check_regular_file
 from text.settings import PrepareConfig
 from text.sources import Source, decompressed, import_for
 
@@ -43,7 +44,7 @@ class Chunk:
 
     kind: str
     # (location, record). The location is "file:line" or similar. The record is a text, Lines, a
-    # dict or other value from a parser, or a ValueError that says why it cannot be read.
+    # dict or other value from a parser, or an Unreadable that says why it cannot be read.
     records: list[tuple[str, Any]]
     bytes_read: int = 0  # bytes on the disk up to its end, summed over all files
 
@@ -54,7 +55,7 @@ Records = Iterator[tuple[str, Any]]  # the records of a Chunk
 def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
     """Yield the records of all files in order.
 
-    A record that is longer than cfg.max_record becomes a ValueError, and is never in memory as a
+    A record that is longer than cfg.max_record becomes an Unreadable, and is never in memory as a
     whole. Raises UserError for a file that cannot be read, is damaged, or changes.
     """
     earlier = 0  # bytes of the files so far
@@ -79,6 +80,7 @@ def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
 def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, str, Any]]:
     """Yield (the open file, location, record) for each record of one file."""
     try:
+        check_regular_file(source.path)
         with cast(io.BufferedReader, open(source.path, "rb", 1 << 18)) as raw:
             for location, record in READERS[source.kind](opened(source, raw, cfg), source, cfg):
                 yield raw, location, record
@@ -94,18 +96,32 @@ def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, 
 
 
 def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> Any:
-    """Return the input of a function in READERS: raw, or its decompressed bytes, or its text."""
-    if raw.peek(100).startswith(b"version https://git-lfs.github.com/spec/"):
-        raise UserError(f"{source.name}: a Git LFS pointer, not the file itself: git lfs pull")
+    """Return the input of a function in READERS: raw, or its decompressed bytes, or its text.
+
+    The byte order mark of UTF-16 tells the encoding of a file, whatever cfg.encoding.
+    """
     if source.kind in ("parquet", "py"):
         return raw
     stream = decompressed(raw, source.name)
-    if source.kind == "jsonl" and cfg.has_byte_lines:
-        return stream
     is_utf8 = codecs.lookup(cfg.encoding).name == "utf-8"
     encoding = "utf-8-sig" if is_utf8 else cfg.encoding  # leaves out a byte order mark
+    if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        encoding = "utf-16"
+    elif source.kind == "jsonl" and cfg.has_byte_lines:
+        return stream
     newline = "" if source.kind in ("csv", "tsv") else None
     return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
+
+
+class Unreadable(ValueError):
+    """Why a record cannot be read. It stands in its place.
+
+    size: characters of the record, as far as it was read.
+    """
+
+    def __init__(self, problem: str, size: int = 0):  # pickle calls it without the size
+        super().__init__(problem)
+        self.size = size
 
 
 def characters(record: Any) -> int:
@@ -115,6 +131,8 @@ def characters(record: Any) -> int:
     for value in values:  # it grows
         if isinstance(value, str | bytes):
             total += len(value)
+        elif isinstance(value, Unreadable):
+            total += value.size
         elif isinstance(value, dict):
             values += value.values()
         elif isinstance(value, list | Lines):
@@ -122,9 +140,11 @@ def characters(record: Any) -> int:
     return total
 
 
-def too_long(limit: int) -> ValueError:
-    """Return the error that replaces a record longer than the limit."""
-    return ValueError(f"longer than --max_record_mb={limit / 1e6:g}")
+def limited(record: Any, limit: int) -> Any:
+    """Return a record, or the error that replaces a longer one than the limit."""
+    if (size := characters(record)) > limit:
+        return Unreadable(f"longer than --max_record_mb={limit / 1e6:g}", size)
+    return record
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,14 +152,15 @@ def too_long(limit: int) -> ValueError:
 
 
 def read_jsonl(stream: io.IOBase, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield Lines of about a megabyte. Lines of a decoded stream, as of UTF-16, become UTF-8."""
+    """Yield Lines of about a megabyte. Lines of a decoded stream, as of UTF-16, become bytes."""
     number = 1  # of the first line that has not been yielded
     while block := stream.read(CHUNK):
         end = stream.readline(cfg.max_record + 1)  # of the last line in the block
         skip_line(stream, end)
         lines = block + end
         if isinstance(lines, str):
-            lines = lines.encode(errors="surrogateescape")
+            encoding = cfg.encoding if cfg.has_byte_lines else "utf-8"
+            lines = lines.encode(encoding, "surrogateescape")
         lines = lines.removesuffix(b"\n")
         yield source.name, Lines(lines, number)
         number += lines.count(b"\n") + 1
@@ -163,24 +184,19 @@ def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
     """Yield the documents of a text file: the file, or its lines, or its blocks of lines."""
     limit = cfg.max_record
     if cfg.txt == "file":
-        text = f.read(limit + 1)
-        yield source.name, text if len(text) <= limit else too_long(limit)
+        yield source.name, limited(f.read(limit + 1), limit)
         return
-    start = 0  # number of the first line of the document; 0: outside of a document
+    start = 0  # number of the first line of the document
     text = ""
     for number, line in enumerate(itertools.chain(lines_of(f, limit), ["\n"]), 1):
-        is_blank = line.isspace()
-        if start and (is_blank or cfg.txt == "line"):
-            # The last line end is removed: the block at the end of a file may have none, and equal
-            # blocks must give equal texts.
-            document = text.removesuffix("\n") if len(text) <= limit else too_long(limit)
-            yield f"{source.name}:{start}", document
-            start = 0
+        if text and (line.isspace() or cfg.txt == "line"):
+            yield f"{source.name}:{start}", limited(text, limit)
             text = ""
-        if not is_blank:
-            start = start or number
+        if not line.isspace():
+            start = start if text else number
             if len(text) <= limit:  # else it is not kept: it may be the rest of the file
-                text += line
+                # Without the last line end, which the block at the end of a file may lack.
+                text += "\n" * bool(text) + line.removesuffix("\n")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,8 +206,21 @@ BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
 # A number this close to the end of the window may continue after it: 12 as 123, 1.5 as 1.5e+10.
 EDGE = 16
 WINDOW = 1 << 16  # characters that are read at a time, at least
-# Python refuses to convert longer integers.
-DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 4000 else digits)
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict:
+    """Return a JSON object. Raises ValueError if two keys are equal: one value would be lost."""
+    if len(item := dict(pairs)) < len(pairs):
+        raise ValueError("two keys of an object are equal")
+    return item
+
+
+def integer_of(digits: str) -> int | str:
+    """Return a JSON integer, or its digits: Python refuses to convert 4,300 of them."""
+    return int(digits) if len(digits) < 4000 else digits
+
+
+DECODER = json.JSONDecoder(parse_int=integer_of, object_pairs_hook=object_of)
 
 
 def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
@@ -210,9 +239,11 @@ def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Record
         record = problem = None
         try:
             record, end = DECODER.raw_decode(window, start)
-        except (ValueError, RecursionError) as e:  # it is wrong, or cut by the window's end
+        except (json.JSONDecodeError, RecursionError) as e:  # wrong, or cut by the window's end
             problem = e
             end = len(window)
+        except ValueError as e:
+            raise UserError(f"{source.name}: element {number}: {e}") from None
         size = end - start
         if end + EDGE > len(window) and size <= cfg.max_record:
             # The window doubles, so that a large element is decoded only a few times.
@@ -235,7 +266,8 @@ def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Record
 # --------------------------------------------------------------------------------------------------
 # CSV, Parquet, and Python modules
 
-DOUBLED_QUOTE = re.compile(r'(?:^|\t)"[^\t"]*""[^\t\r\n]')  # in a field that starts with a quote
+# In a field that starts with a quote. """Return x.""" may also be text, of a Python module.
+DOUBLED_QUOTE = re.compile(r'(?:^|\t)"(?:[^\t"]|"")*[^\t"]""[^\t\r\n"]')
 
 
 def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
@@ -251,13 +283,16 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
     rows = csv.DictReader(f, dialect=dialect, quoting=quoting, strict=True)
     start = 1  # the first line of the row
     try:
-        header = rows.fieldnames = [name.strip() for name in rows.fieldnames or []]
+        names = [name.strip() for name in rows.fieldnames or []]
+        # Excel writes a comma for each empty column at the end.
+        header = rows.fieldnames = [name or f"column {i}" for i, name in enumerate(names, 1)]
         if len(set(header)) < len(header):
             raise csv.Error("two columns have the same name: rename one of them")
         start = rows.line_num + 1
         for row in rows:
             if None in row:
-                row = ValueError("more fields than the header: quote fields with a separator")
+                problem = "more fields than the header: quote fields with a separator"
+                row = Unreadable(problem, characters(row))
             yield f"{source.name}:{rows.line_num}", row
             start = rows.line_num + 1
     except csv.Error as e:
@@ -274,20 +309,24 @@ def has_csv_quotes(lines: Iterator[str]) -> bool:
     row_lines: list[str] = []  # the lines of the current row
     rows = csv.reader((row_lines.append(line) or line for line in lines), "excel-tab", strict=True)
     header: set[int] = set()  # how many tabs its line has
-    is_doubled = is_quoted = has_rows_within = False
+    is_quoted = has_rows_within = False
     try:
         for row in rows:
-            tabs = {line.count("\t") for line in (row_lines[0], row_lines[-1])}
+            if DOUBLED_QUOTE.search("".join(row_lines)):
+                return True
+            tabs = {row_lines[i].count("\t") for i in (0, -1)}
             header = header or tabs
-            is_doubled |= bool(DOUBLED_QUOTE.search("".join(row_lines)))
             is_quoted |= rows.line_num == 1 and row_lines[0].startswith('"')
             if row and (len(row_lines) > 1 or tabs != {len(row) - 1}):
                 is_quoted |= tabs != header
                 has_rows_within |= tabs == header
             row_lines.clear()
     except csv.Error:
-        is_quoted = False
-    return is_doubled or (is_quoted and not has_rows_within)
+        return False
+    return is_quoted and not has_rows_within
+
+
+TIME = re.compile("physical_type: INT96|logical_type: (Time|Date)")  # of a Parquet column
 
 
 def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
@@ -303,12 +342,15 @@ def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
                 raise ValueError("two columns have the same name: rename one of them")
-            # Python has no type for some values, such as a time in nanoseconds.
-            batches = table.iter_batches(256, columns=[*filter(cfg.uses, names)], use_threads=False)
+            used = tuple(f"{name}." for name in names if cfg.uses(name))
+            # Also within structs. Python has no type for nanoseconds, or for the year 10,000.
+            leaves = map(table.schema.column, range(table.metadata.num_columns))
+            paths = [c.path for c in leaves if cfg.chooses(c.path) or not TIME.search(f"{c}")]
+            columns = [path for path in paths if f"{path}.".startswith(used)]
+            batches = table.iter_batches(256, columns=columns, use_threads=False)
             rows = (dict.fromkeys(names) | row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                fits = characters(row) <= cfg.max_record
-                yield f"{source.name}: row {number}", row if fits else too_long(cfg.max_record)
+                yield f"{source.name}: row {number}", limited(row, cfg.max_record)
     except (pyarrow.ArrowException, ValueError, OverflowError) as e:  # also a date beyond Python's
         reason = str(e).splitlines()[0][:120]
         raise UserError(f"{source.name}: not a readable Parquet file ({reason})") from None

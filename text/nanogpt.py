@@ -9,11 +9,12 @@ from configurator import UserError
 from text.encode import ROW, SPLITS, SplitWriter
 from text.packing import find_tokens
 from text.sources import Source
-from text.tokenizer import Tiktoken, check_ids
+from text.tokenizer import Tiktoken
 
 KIND = "bin"  # of these Sources
 STEP = 1 << 24  # tokens that are copied at a time, about
 EOS = "<|endoftext|>"
+IDS = range((1 << 16) - 1)  # of characters: the ids have 16 bits, and the eos needs one, too
 
 
 def files_of(folder: Path) -> list[Source]:
@@ -37,14 +38,18 @@ def tokenizer_of(sources: list[Source]) -> Tiktoken:
 
     The ids are those of nanoGPT. nanoGPT's character models have no eos: here it gets the next id.
     """
+    for source in sources:
+        source.finish()  # raises OSError for a pointer of Git LFS
     *_, last = sources
     if last.path.name != "meta.pkl":
         return Tiktoken.from_name("gpt2")
     try:
         with open(last.path, "rb") as f:
             characters = NumbersOnly(f).load()["itos"]
-        ranks = {character.encode(): i for i, character in characters.items()}
-        check_ids(ranks.values())
+        items = [(c.encode(), i) for i, c in characters.items() if len(c) == 1 and type(i) is int]
+        ranks = dict(items)
+        if not 0 < len(ranks) == len(characters) or not {*ranks.values()} <= {*IDS}:
+            raise ValueError(f"not one id for each character, from 0 to {IDS[-1]:,}")
     except Exception as e:  # a damaged pickle can raise any exception
         raise UserError(f"{last.path}: not nanoGPT's character table ({e})") from None
     return Tiktoken("characters", r"[\s\S]", ranks, {EOS: max(ranks.values()) + 1})
@@ -56,14 +61,12 @@ def copy_splits(sources: list[Source], tokenizer: Tiktoken, folder: Path) -> Spl
     sizes = np.array([len(text) for text in texts])
     # In UTF-8, the bytes of a character after its first one are 10xxxxxx.
     starts = np.array([sum(byte & 0xC0 != 0x80 for byte in text) for text in texts])
+    known = {i for i, text in enumerate(texts) if text or i == tokenizer.eos_id}
     writer = SplitWriter(folder, val_fraction=1)
     for val in (1, 0):
         if not sources[val].bytes or sources[val].bytes % 2:
             raise UserError(f"{sources[val].name}: empty, or not of uint16 token ids")
         ids = np.memmap(sources[val].path, "<u2", "r")
-        if ids.max() >= tokenizer.vocab_size:
-            problem = f"id {ids.max()} is not below the vocabulary of {tokenizer.vocab_size}"
-            raise UserError(f"{sources[val].name}: {problem}: is meta.pkl missing?")
         ends = find_tokens(ids, [tokenizer.eos_id]) + 1  # (documents,)
         if not len(ends) or ends[-1] < len(ids):
             ends = np.append(ends, len(ids) + 1)
@@ -72,6 +75,11 @@ def copy_splits(sources: list[Source], tokenizer: Tiktoken, folder: Path) -> Spl
             part = ids[start : some[-1]]
             if some[-1] > len(ids):
                 part = np.append(part, ids.dtype.type(tokenizer.eos_id))
+            if unknown := {*np.flatnonzero(np.bincount(part)).tolist()} - known:
+                problem = (
+                    f"the tokenizer has no id {min(unknown)}: is meta.pkl missing, or another?"
+                )
+                raise UserError(f"{sources[val].name}: {problem}")
             first = np.append(start, some[:-1]) - start
             rows = np.zeros(len(some), ROW)
             rows["tokens"] = np.diff(np.append(first, len(part)))

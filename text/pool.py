@@ -4,15 +4,15 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
-from configurator import UserError
+from configurator import UserError, note
 from hardware.terminal import ProgressBar
 from text.formats import Chunk, read_chunks
 from text.records import Tally, check_bad, check_unread
@@ -34,10 +34,11 @@ def map_chunks(
 ) -> Iterator[Any]:
     """Read all files, and yield the result of the task for each chunk, with a progress bar.
 
-    The records are counted in `tally`. Raises UserError if too many of them are bad, or if no
-    document is left.
+    Without a terminal, a line tells the progress once a minute. The records are counted in `tally`.
+    Raises UserError if too many of them are bad, or if no document is left.
     """
     total = sum(source.bytes for source in sources)
+    started = shown = time.monotonic()
     with ProgressBar(title, total=total, unit_scale=True) as bar:
         for bytes_read, (result, counts) in map_in_order(task, read_chunks(sources, cfg), workers):
             tally.add(counts)
@@ -45,6 +46,10 @@ def map_chunks(
             check_bad(tally, cfg, max(10_000, tally.records * total // max(1, bytes_read)))
             yield result
             bar.update(bytes_read - bar.n)
+            if bar.disable and (now := time.monotonic()) > shown + 60:
+                shown = now
+                left = bar.format_interval((now - started) * (total / max(1, bytes_read) - 1))
+                note(f"{title}: {bytes_read / max(1, total):.0%}, {left} left")
     check_bad(tally, cfg, tally.records)
     check_unread(tally, cfg)
     if tally.shapes.total() == tally.dropped.total():
@@ -75,11 +80,7 @@ def deferred_interrupt() -> Iterator[None]:
     mask is not enough for the main process, whose other threads get signals.
     """
     pressed = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-
-    handler = signal.signal(signal.SIGINT, remember)
+    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

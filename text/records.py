@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from json import JSONDecodeError
 from typing import Any, NamedTuple
 
 from configurator import UserError
 from text.chat import chatml, is_refused, turns_of, without_flags
 from text.docstrings import conversations, documentation
-from text.formats import DECODER, Chunk, Lines, characters, too_long
+from text.formats import DECODER, Chunk, Lines, characters, limited
 from text.settings import PrepareConfig
 from text.shapes import read_conversation, record_text
 
@@ -35,6 +36,7 @@ class Document(NamedTuple):
     # header of each message (chat.py).
     spans: list[list[str]]
     utf8: bytes  # of its text; 0xFF, which is not UTF-8, stands for each special token
+    characters: int  # of its record
 
     @property
     def texts(self) -> list[str]:
@@ -54,6 +56,7 @@ class Tally:
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records
     unread: Counter = field(default_factory=Counter)  # path of a field -> records that it is in
     unread_characters: Counter = field(default_factory=Counter)  # path -> characters of its texts
+    separators: Counter = field(default_factory=Counter)  # of cfg.separators -> how often found
     # Name of a special token that a text contains -> how often. It is encoded as ordinary text.
     names: Counter = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)  # first bad records, as file:line: reason
@@ -68,19 +71,20 @@ class Tally:
         if len(self.examples) < 5:
             self.examples.append(f"{where}: {reason}")
 
-    def leave_out(self, unread: dict[str, int]) -> None:
-        """Count the fields that are not read of a record: path -> characters."""
-        for path, size in unread.items():
+    def leave_out(self, sizes: dict[str, int], records: Counter | None = None) -> None:
+        """Count the fields that are not read, path -> characters, of a record or of several."""
+        for path, size in sizes.items():
             # Keys may be data, such as names of people: their number must not fill the memory.
-            path = path[:80] if path in self.unread or len(self.unread) < 200 else "others"
-            self.unread[path] += 1
-            self.unread_characters[path] += size
+            known = path in self.unread or len(self.unread) < 200
+            self.unread[name := path[:80] if known else "others"] += records[path] if records else 1
+            self.unread_characters[name] += size
 
     def add(self, other: "Tally") -> None:
         self.records += other.records
-        for name, value in vars(other).items():
-            if isinstance(value, Counter):
-                getattr(self, name).update(value)
+        for name, counts in vars(self).items():
+            if isinstance(counts, Counter) and not name.startswith("unread"):
+                counts.update(getattr(other, name))
+        self.leave_out(other.unread_characters, other.unread)
         self.examples = (self.examples + other.examples)[:5]
 
 
@@ -140,11 +144,11 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         if not spans:
             tally.dropped["marked as not to be learned"] += 1
             continue
-        found = [Document(location, spans, utf8)]
+        found = [Document(location, spans, utf8, characters(record))]
         if cfg.separators and len(spans) == 1:
-            names = sorted(map(str.strip, cfg.separators.split(",")), key=len, reverse=True)
-            parts = re.split("|".join(map(re.escape, names)), spans[0][0])
-            found = [Document(location, [[part]], part.encode()) for part in parts]
+            parts = re.split(f"({'|'.join(map(re.escape, cfg.split_at))})", spans[0][0])
+            tally.separators.update(parts[1::2])
+            found = [Document(location, [[p]], p.encode(), len(p)) for p in parts[::2]]
         full = [document for document in found if any(map(NOT_BLANK.search, document.texts))]
         if not full:
             tally.dropped["empty"] += 1
@@ -169,7 +173,7 @@ def unpack(kind: str, location: str, record: Any, cfg: PrepareConfig) -> Iterato
             except UnicodeDecodeError:  # UTF-7 and ISO-2022-JP: surrogateescape fails there
                 text = "\udcff"
             if len(line) > cfg.max_record:
-                yield f"{location}:{number}", too_long(cfg.max_record)
+                yield f"{location}:{number}", limited(line, cfg.max_record)
             elif text and not text.isspace():
                 yield f"{location}:{number}", text
     else:
@@ -192,7 +196,7 @@ def understand(
     if kind == "jsonl":
         try:
             record = DECODER.decode(record)
-        except (ValueError, RecursionError):
+        except (JSONDecodeError, RecursionError):
             raise ValueError(
                 "not JSON in one line: try --format=json or --encoding=utf-16"
             ) from None
@@ -218,8 +222,8 @@ def to_utf8(text: str, encoding: str) -> bytes:
     except UnicodeEncodeError as e:
         # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
         problem = f"a byte of another --encoding than {encoding}, or half a character"
-        if other := chinese_encoding(text, encoding):
-            problem = f"in {other}: give --encoding={other}, or iconv -f {other} -t utf-8 FILE"
+        if name := chinese_encoding(text, encoding):
+            problem = f"it is in {name}: give --encoding={name}, or iconv -f {name} -t utf-8 FILE"
         raise ValueError(problem, text.count("\n", 0, e.start) + 1) from None
 
 

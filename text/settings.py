@@ -33,7 +33,7 @@ class PrepareConfig:
         "file", "one document per file, block or line of .txt"
     )
     separators: str = option(
-        "", "strings at which a text is split into documents: '<|im_start|>,<|im_end|>'"
+        "", "strings at which a text is split into documents: '<|im_start|>,<|im_end|>', or '\\n'"
     )
     encoding: str = option(
         "utf-8", "encoding of every input file; gb18030 also reads GBK and GB2312"
@@ -100,10 +100,20 @@ class PrepareConfig:
         """Whether a byte 0x0A always ends a line: in ASCII, UTF-8 and GB18030, not in UTF-16."""
         return "\n".encode(self.encoding) == b"\n"
 
+    @property
+    def split_at(self) -> list[str]:
+        """The separators. The longest comes first, since it may begin with another one."""
+        names = self.separators.replace("\\n", "\n").split(",") if self.separators else []
+        return sorted((name.strip(" ") for name in names), key=len, reverse=True)
+
     def uses(self, name: str) -> bool:
         """Return whether a known shape or `fields` can use a field of this name."""
+        return name in KNOWN or self.chooses(name)
+
+    def chooses(self, name: str) -> bool:
+        """Return whether `fields` names this field, or a field in it."""
         chosen = FIELD.findall(self.fields) if "{" in self.fields else self.fields.split(",")
-        return name in KNOWN or any(f"{c.strip()}.".startswith(f"{name.strip()}.") for c in chosen)
+        return any(f"{c.strip()}.".startswith(f"{name.strip()}.") for c in chosen)
 
     def problems(self) -> list[str]:
         is_show = re.fullmatch(r"first|random|\d+", self.show)
@@ -112,8 +122,7 @@ class PrepareConfig:
         is_exchange = is_list or not (self.chat and self.fields)
         checks = {
             "input is empty: name a file": all(self.input),
-            "separators must not be empty": all(map(str.strip, self.separators.split(",")))
-            or not self.separators,
+            "separators must not be empty": all(self.split_at),
             f"fields={self.fields}: chat needs question,answer": is_exchange,
             "step needs the folder of a run: add --inspect": self.step == -1 or self.inspect,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,

@@ -144,8 +144,8 @@ def named_files(argument: str, kind: str, skipped: Counter) -> Iterator[Path]:
 def walk(folder: Path, kind: str, skipped: Counter) -> Iterator[Path]:
     """Yield the files of a known kind in a folder and its subfolders. `skipped` counts the others.
 
-    If the kind is not "auto", files of unknown kinds are yielded too, except those that start with
-    a dot or an underscore: .git/, .DS_Store, Spark's _SUCCESS.
+    If the kind is not "auto", files of unknown kinds are yielded too, except hidden ones, such as
+    .DS_Store and those in .git/, and empty ones, such as Spark's _SUCCESS.
     Links to folders are followed, but each folder is read only once, under the first of its names.
     Data sets and scratch folders of prepare.py are skipped. Raises UserError for a folder that
     cannot be read.
@@ -162,8 +162,9 @@ def walk(folder: Path, kind: str, skipped: Counter) -> Iterator[Path]:
         else:
             folders.sort()
             for path in (Path(parent, name) for name in names):
-                is_hidden = re.search(r"(^|/)[._]", str(path.relative_to(folder)))
-                if kind_of(path) is not None or (kind != "auto" and not is_hidden):
+                is_hidden = re.search(r"(^|/)(\.|__pycache__/)", str(path.relative_to(folder)))
+                is_taken = kind != "auto" and not is_hidden and path.stat().st_size
+                if kind_of(path) is not None or is_taken:
                     yield path
                 else:
                     skipped[suffix_of(path) or "no suffix"] += 1

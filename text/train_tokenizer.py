@@ -85,10 +85,12 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
     ends follow a line end. So a prompt of <|im_start|>assistant and a line end has the same tokens
     as before an answer. (It costs 0.3 to 0.5 % more tokens: bench/LOG.md.)
     """
+    # SentencePiece would leave out all of a sentence with a U+2585, and take a U+2581 for a space.
+    sentences = (re.sub("[\x1f\u2581\u2585]", CUT, text) for text in sample)
     try:
         make_model(
             path,
-            [re.sub(r"\n(?=[^\n])", f"\n{CUT}", text) for text in sample],
+            [re.sub(r"\n(?=[^\n])", f"\n{CUT}", text) for text in sentences],
             pretokenization_delimiter=CUT,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -101,7 +103,8 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
             max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
         )
     except (RuntimeError, ValueError) as e:
-        reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
+        # Its text is "Internal: file(line) [condition] reason". The reason may be empty.
+        reason = str(e).split("] ")[-1] or str(e)
         # SentencePiece's advice names settings that prepare.py does not have.
         if fits := re.search(r"(required_chars. \d+ vs|set it to a value <=) (\d+)", reason):
             other = "byte" if "required_chars" in reason else "char"

@@ -15,8 +15,7 @@ A checkpoint is either complete or missing: it is written to a temporary folder,
 and renamed. A thread does this from a copy in host memory; training waits for that copy only. If
 the newest checkpoint is damaged, a resumed run uses the previous one.
 
-Only folders named step_N in ckpt/ are deleted, and in them only files with names that this program
-writes.
+Only folders named step_N in ckpt/ are deleted, and in them only the files that manifest.json lists.
 """
 
 import os
@@ -40,6 +39,7 @@ from hardware.disk import (
     json_bytes,
     lock_file,
     manifest,
+    read_object,
     remove_files,
     sealed,
     set_aside,
@@ -48,8 +48,8 @@ from hardware.disk import (
 from hardware.machine import Machine, full_tensor, local_shard
 from model import GPTConfig
 from text.dataset import files_of
-from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
-from text.tokenizer import Tokenizer
+from text.hf_tokenizer import HF_FILES, chat_files, only_ends, read_json, to_hugging_face
+from text.tokenizer import SentencePiece, Tiktoken, Tokenizer
 from text.windows import DataSet
 from training.evaluate import val_hashes
 from training.huggingface import architecture_of, save_weights, to_config
@@ -58,25 +58,9 @@ from training.plan import Progress
 from training.report import Report
 from training.settings import TrainConfig
 
-# The files that train.py writes to a checkpoint.
-CHECKPOINT_FILES = [
-    MANIFEST,  # deleted first: a folder without it does not count as a checkpoint
-    "model.safetensors",
-    "config.json",
-    "generation_config.json",
-    "train_state.pt",
-    "train_config.json",
-    "meta.json",
-    "tokenizer.model",
-    "tokenizer.tiktoken",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-]
+# The files that train.py writes to a checkpoint. A killed one has no manifest that lists them.
+CHECKPOINT_FILES = [MANIFEST, "model.safetensors", "config.json", "train_state.pt"]
+CHECKPOINT_FILES += ["train_config.json", "meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -181,11 +165,25 @@ class Saver:
             return
         others = [path for path in numbered(self.folder) if step_of(path) <= step]
         others = [path for path in others if step_of(path) != best_step]
-        try:
-            for path in others[self.keep :]:
-                remove_files(path, CHECKPOINT_FILES)  # the manifest first: it stops counting
-        except OSError as e:
-            self.machine.print0(f"warning: an older checkpoint could not be deleted ({e})")
+        for path in others[self.keep :]:
+            try:
+                delete_checkpoint(path)
+            except (OSError, ValueError) as e:
+                self.machine.print0(f"warning: {path} could not be deleted ({e})")
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Delete the files that the manifest of a checkpoint lists, then the folder if it is empty.
+
+    The manifest is renamed first, so that the folder no longer counts as a checkpoint, and deleted
+    last: after a kill, the next call goes on. Raises ValueError if the manifest is damaged.
+    """
+    names = folder / f".{MANIFEST}"
+    if (folder / MANIFEST).exists() and not folder.is_symlink():
+        (folder / MANIFEST).replace(names)
+    if names.exists():
+        ours = [name for name in read_object(names) if "/" not in name]
+        remove_files(folder, [*ours, names.name])
 
 
 def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:

@@ -33,11 +33,9 @@ from test_faults import ENDLESS, poison, steps_in
 import prepare
 import sample
 import train
-from hardware.disk import damage
+from hardware.disk import damage, remove_files
 from model import GPT
 from plot import read_run
-from text.hf_tokenizer import HF_FILES
-from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
 from training.checkpoint import lock_run, newest_run
 from training.metrics import read_metrics
@@ -370,15 +368,44 @@ def test_pruning_leaves_what_somebody_added_or_linked(copied, trains, tmp_path):
     backup = put(shutil.copytree(ckpt / "step_00000004", ckpt / "step_00000004_backup"))
     shutil.copytree(ckpt / "step_00000004", tmp_path / "archive")
     (ckpt / "step_00000002").symlink_to(tmp_path / "archive")
-    put(ckpt / "step_00000004", "model.gguf", "average/config.json")
+    added = {"model.gguf", "average/config.json", "vocab.json", "chat_template.jinja"}
+    put(ckpt / "step_00000004", *added)
     trains("--max_steps=16", "--init_from=resume", "--keep=1", "--eval_every=100")
     assert steps_in(copied) == ["02", "04", "04_backup", "12", "16"]  # the last is the best, too
-    assert visible(ckpt / "step_00000004").keys() == {"model.gguf", "average/config.json"}
+    assert visible(ckpt / "step_00000004").keys() == added
     assert visible(ckpt / "step_00000004_backup") == backup == visible(tmp_path / "archive")
 
 
-def test_each_file_that_comes_with_a_tokenizer_is_pruned():
-    assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < {*checkpoint.CHECKPOINT_FILES}
+def test_a_deletion_that_was_killed_is_finished_by_the_next(copied, monkeypatch):
+    folder = saved(copied)
+    put(folder, "notes.txt")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "remove_files", one_then_interrupted)
+        checkpoint.delete_checkpoint(folder)
+    assert saved(copied) != folder and len(visible(folder)) > 4
+    checkpoint.delete_checkpoint(folder)
+    assert visible(folder).keys() == {"notes.txt"}
+
+
+def one_then_interrupted(folder: Path, names: list[str]) -> None:
+    remove_files(folder, names[:1])
+    raise KeyboardInterrupt
+
+
+def test_a_manifest_deletes_nothing_outside_its_folder(copied, tmp_path):
+    folder = saved(copied)
+    put(tmp_path, "mine.txt")
+    (folder / "manifest.json").write_text(json.dumps({"../../../mine.txt": {}, "..": {}}))
+    assert (folder / "../../../mine.txt").exists()
+    checkpoint.delete_checkpoint(folder)
+    assert (tmp_path / "mine.txt").exists() and (folder / "model.safetensors").exists()
+
+
+def test_a_damaged_manifest_stops_no_other_deletion(copied, trains):
+    (copied / "ckpt" / "step_00000004" / "manifest.json").write_text("{")
+    trains("--max_steps=20", "--init_from=resume", "--keep=1", "--eval_every=100")
+    left = steps_in(copied)
+    assert "04" in left and "20" in left and "12" not in left
 
 
 # -- a terminal, a pipe or a disk that goes away --

@@ -94,6 +94,19 @@ def test_a_data_set_that_somebody_changed_is_kept(corpus, reference, tmp_path, c
     assert str(old.parent / "set.old") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["vocab.json", "chat_template.jinja", "notes/a.txt"])
+def test_what_somebody_put_into_a_data_set_is_kept_alone(corpus, tmp_path, capsys, name):
+    old, _ = prepare_set(tmp_path, corpus[0])
+    (old / name).parent.mkdir(exist_ok=True)
+    (old / name).write_text("precious")
+    capsys.readouterr()
+    call(prepare.main, "--input", corpus[0], *options(old.parent))
+    kept = old.parent / "set.old"
+    assert contents(kept) == {name: b"precious"}
+    (note,) = capsys.readouterr().err.splitlines()
+    assert str(kept) in note and name.split("/")[0] in note and "changed" not in note
+
+
 def test_a_data_set_of_other_files_is_kept(corpus, tmp_path):
     mine = Path(shutil.copy(corpus[0], tmp_path / "mine.jsonl"))
     old, _ = prepare_set(tmp_path, mine)
@@ -306,7 +319,7 @@ def test_a_long_file_or_row_is_bad_and_the_next_is_read(tmp_path):
     texts.mkdir()
     for name, length in (("a", LIMIT + 1), ("b", LIMIT), ("c", 10)):
         (texts / f"{name}.txt").write_text(name * length)
-    limit = dict(max_record_mb=0.05, max_bad=0.5)
+    limit = dict(max_record_mb=0.05, max_bad=1)
     folder, meta = prepare_set(tmp_path, texts, **limit)
     assert meta["records"]["examples"] == [f"{texts / 'a.txt'}: {TOO_LONG}"]
     assert "".join(documents(folder)) == "b" * LIMIT + "c" * 10
