@@ -38,7 +38,7 @@ val_fraction of them, become val.bin. No conversation is cut in two.
 The new data set is written to data/.NAME.tmp, and renamed when it is complete. Until then the old
 one stays: if prepare.py is killed, run the same command again. The number of workers does not
 change the result. An old data set that was made of other files, or was changed since, is not
-deleted: it becomes data/NAME.old.
+deleted: it becomes data/NAME.old. Neither are files that others have put into its folder.
 """
 
 import os

@@ -127,7 +127,7 @@ def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     assert "c.parquet" in refuses(prepare.main, "--input", path)
 
 
-def test_only_the_columns_that_are_used_are_read(tmp_path, refuses):
+def test_columns_of_parquet_are_read_or_counted(tmp_path, refuses):
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
 
@@ -135,9 +135,9 @@ def test_only_the_columns_that_are_used_are_read(tmp_path, refuses):
     times = pyarrow.array([1577836800000000001] * len(MANY), pyarrow.timestamp("ns"))
     inner = [{"a": text} for text in MANY]
     parquet.write_table(pyarrow.table({"text": MANY, "x": times, "inner": inner}), path)
-    for fields in ("", "inner.a", "{text}"):
-        folder, _ = prepare_set(tmp_path, path, fields=fields)
-        assert documents(folder) == Counter(MANY)
+    for fields, unread in (("", ["inner.a"]), ("inner.a", ["text"]), ("{text}", ["inner.a"])):
+        folder, meta = prepare_set(tmp_path, path, fields=fields)
+        assert documents(folder) == Counter(MANY) and [*meta["records"]["unread"]] == unread
     parquet.write_table(pyarrow.table({"x": times}), path)
     error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
     assert "{x}" in error and "--fields" in error
@@ -343,7 +343,7 @@ def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("option", ["utf-8", "gb18030", "utf-16-le"])
+@pytest.mark.parametrize("option", ["utf-8", "gb18030", "utf-16-le", "utf-32"])
 def test_a_byte_order_mark_tells_utf16_whatever_the_option(tmp_path, encoding, option):
     corpus = tmp_path / "corpus"
     corpus.mkdir()

@@ -105,7 +105,7 @@ def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> Any:
     stream = decompressed(raw, source.name)
     is_utf8 = codecs.lookup(cfg.encoding).name == "utf-8"
     encoding = "utf-8-sig" if is_utf8 else cfg.encoding  # leaves out a byte order mark
-    if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+    if re.match(rb"\xff\xfe(?!\0\0)|\xfe\xff", stream.peek(4)):  # the first may be UTF-32, too
         encoding = "utf-16"
     elif source.kind == "jsonl" and cfg.has_byte_lines:
         return stream
@@ -190,13 +190,15 @@ def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
     text = ""
     for number, line in enumerate(itertools.chain(lines_of(f, limit), ["\n"]), 1):
         if text and (line.isspace() or cfg.txt == "line"):
-            yield f"{source.name}:{start}", limited(text, limit)
+            # The last line end is removed: the block at the end of a file may have none, and equal
+            # blocks must give equal texts.
+            document = text.removesuffix("\n") if len(text) <= limit else limited(text, limit)
+            yield f"{source.name}:{start}", document
             text = ""
         if not line.isspace():
             start = start if text else number
             if len(text) <= limit:  # else it is not kept: it may be the rest of the file
-                # Without the last line end, which the block at the end of a file may lack.
-                text += "\n" * bool(text) + line.removesuffix("\n")
+                text += line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -330,7 +332,7 @@ TIME = re.compile("physical_type: INT96|logical_type: (Time|Date)")  # of a Parq
 
 
 def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield each row as a dict: column -> value, None for a column that nothing uses.
+    """Yield each row as a dict: column -> value, None for a time that --fields does not name.
 
     pyarrow opens the file itself.
     """
@@ -342,11 +344,9 @@ def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
                 raise ValueError("two columns have the same name: rename one of them")
-            used = tuple(f"{name}." for name in names if cfg.uses(name))
             # Also within structs. Python has no type for nanoseconds, or for the year 10,000.
             leaves = map(table.schema.column, range(table.metadata.num_columns))
-            paths = [c.path for c in leaves if cfg.chooses(c.path) or not TIME.search(f"{c}")]
-            columns = [path for path in paths if f"{path}.".startswith(used)]
+            columns = [c.path for c in leaves if cfg.chooses(c.path) or not TIME.search(f"{c}")]
             batches = table.iter_batches(256, columns=columns, use_threads=False)
             rows = (dict.fromkeys(names) | row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):

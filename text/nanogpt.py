@@ -14,7 +14,6 @@ from text.tokenizer import Tiktoken
 KIND = "bin"  # of these Sources
 STEP = 1 << 24  # tokens that are copied at a time, about
 EOS = "<|endoftext|>"
-IDS = range((1 << 16) - 1)  # of characters: the ids have 16 bits, and the eos needs one, too
 
 
 def files_of(folder: Path) -> list[Source]:
@@ -46,10 +45,10 @@ def tokenizer_of(sources: list[Source]) -> Tiktoken:
     try:
         with open(last.path, "rb") as f:
             characters = NumbersOnly(f).load()["itos"]
-        items = [(c.encode(), i) for i, c in characters.items() if len(c) == 1 and type(i) is int]
-        ranks = dict(items)
-        if not 0 < len(ranks) == len(characters) or not {*ranks.values()} <= {*IDS}:
-            raise ValueError(f"not one id for each character, from 0 to {IDS[-1]:,}")
+        ranks = {c.encode(): i for i, c in characters.items() if len(c) == 1 and type(i) is int}
+        # The ids have 16 bits, and the eos needs one of them.
+        if not 0 < len(ranks) == len(characters) or not {*ranks.values()} <= {*range(65_535)}:
+            raise ValueError("not one id for each character, from 0 to 65,534")
     except Exception as e:  # a damaged pickle can raise any exception
         raise UserError(f"{last.path}: not nanoGPT's character table ({e})") from None
     return Tiktoken("characters", r"[\s\S]", ranks, {EOS: max(ranks.values()) + 1})

@@ -6,10 +6,6 @@ from typing import Literal
 
 from configurator import option
 
-# Fields that the known shapes of a record use, and flags that say whether to learn it.
-KNOWN = {"title", "summary", "sections", "content", "text", "prompt", "completion", "instruction"}
-KNOWN |= {"input", "output", "system", "messages", "conversations", "conversation"}
-KNOWN |= {"weight", "label", "train", "loss"}
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
 LEAST = 263  # vocab_size: 256 bytes, five special tokens, the space and a character
@@ -105,10 +101,6 @@ class PrepareConfig:
         """The separators. The longest comes first, since it may begin with another one."""
         names = self.separators.replace("\\n", "\n").split(",") if self.separators else []
         return sorted((name.strip(" ") for name in names), key=len, reverse=True)
-
-    def uses(self, name: str) -> bool:
-        """Return whether a known shape or `fields` can use a field of this name."""
-        return name in KNOWN or self.chooses(name)
 
     def chooses(self, name: str) -> bool:
         """Return whether `fields` names this field, or a field in it."""

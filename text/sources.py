@@ -128,10 +128,8 @@ def named_files(argument: str, kind: str, skipped: Counter) -> Iterator[Path]:
     For a folder, walk() finds the files, and `skipped` counts the others. Raises UserError if there
     is no such file, or if a folder has no file to read.
     """
-    path = Path(argument)
-    paths = [path]
-    if not path.exists():
-        paths = sorted(map(Path, glob.glob(argument, recursive=True)), key=sort_key)
+    names = [argument] if os.path.exists(argument) else glob.glob(argument, recursive=True)
+    paths = sorted(map(Path, names), key=sort_key)
     if not paths:
         raise UserError(f"--input {argument}: no such file or folder")
     for path in paths:
