@@ -80,6 +80,18 @@ SHAPES = [
     ({"question": "q", "answer": ["a", "b"]}, None),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, None),
     ({"en": "a cat", "zh": "猫"}, None),
+    ({"": "0", "question": "q", "answer": "a"}, "q\na"),
+    ({"": "no text", "title": "t"}, None),
+    ({"content": "c", "question": "q", "answer": "a"}, "c\nq\na"),
+    ({"text": "Q: q A: a", "instruction": "q", "output": "a"}, "Q: q A: a"),
+    ({"problem": "p", "answer": "4", "solution": "2 + 2"}, "p\n2 + 2"),
+    ({"question": "q", "choices": ["b", "c"], "answer": "A"}, None),
+    ({"instruction": "i", "question": "q", "answer": "a"}, None),
+    ({"question": "q", "answer": "a", "response": "b"}, None),
+    ({"user": "john smith", "answer": "a"}, None),
+    ({"title": False, "text": "b"}, "b"),
+    ({"title": "  ", "text": "文"}, "文"),
+    ({"role": "user", "content": "a message alone"}, None),
 ]
 
 
@@ -105,13 +117,21 @@ UNREAD = [
         {"sections[].sections[].note": 1},
     ),
     (
-        {"question": "q", "answer": "a", "solution": "b c", "system": "d"},
+        {"question": "q", "answer": "a", "solution": "b c", "notes": "d"},
         "",
-        {"solution": 3, "system": 1},
+        {"answer": 1, "notes": 1},
     ),
-    ({"a": {"b": "read", "c": "not"}, "d": ["x", "y"]}, "a.b,d.0", {"a.c": 3}),
+    ({"a": {"b": "read", "c": "not"}, "d": ["x", "y"]}, "a.b,d.0", {"a.c": 3, "d": 1}),
     ({"q": "?", "a": "no", "label": 0}, "{q}{label}", {"a": 2}),
     ({"text": "b", "": "c d"}, "", {"": 3}),
+    ({"text": "b", "link": "http://t.cn/a1，一段很长的话"}, "", {"link": 21}),
+    ({"text": "b", "smiles": "CC(=O)Oc1ccccc1" * 9}, "", {"smiles": 135}),
+    ({"text": "b", "image": "data:image/png;base64,iVBOR/9w" * 9, "md5": "0a" * 99}, "", {}),
+    ({"text": "b", "pairs": [("a", "b c")], "raw": b"a"}, "", {"pairs[]": 4, "raw": 0}),
+    ({"text": "b", "label": True, "meta": {"train": False}}, "", {"meta.train": 0}),
+    ({"Title": "t", "Sections": [{"Title": "h", "Content": "b"}]}, "", {}),
+    ({"q": "?", "a": {"0": {"text": "x y"}}, "a.b": "c"}, "q,a.b", {"a.0.text": 3}),
+    ({"a": [{"text": "b c"}, {"text": "d e f"}]}, "a.1.text", {"a[].text": 3}),
 ]
 
 
@@ -126,6 +146,7 @@ SYSTEM = [("system", "s"), *TURNS]
 HUMAN = {"from": "human", "value": "q"}
 UPPER = [{"role": "User", "text": "q"}, {"role": "ASSISTANT", "text": "a"}]
 TOOL = {"name": "a", "does": "b c"}
+PARTS = [{"type": "text", "text": "a", "note": "b c"}]
 # record, fields, chat: its turns, and what is not read
 CONVERSATIONS = [
     ([Q, A], "", False, TURNS, {}),
@@ -134,7 +155,8 @@ CONVERSATIONS = [
     ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, "", False, SYSTEM, {}),
     ({"conversation": [{"human": "q", "assistant": "a"}] * 2}, "", False, TURNS * 2, {}),
     ({"system": "s", "user": "q", "assistant": "a"}, "", True, SYSTEM, {}),
-    ({"question": "q", "answer": ["a"], "text": "b c"}, "", True, TURNS, {"text": 3}),
+    ({"question": "q", "answer": ["a"], "text": "Q: q A: a"}, "", True, TURNS, {"text": 9}),
+    ({"question": "q", "answer": "a", "text": "b c"}, "", True, [("user", "b c\nq"), TURNS[1]], {}),
     ({"input": "q", "output": "a", "history": [["b c", "d"]]}, "", True, TURNS, {"history[]": 4}),
     ({"q": "q", "a": {"b": "a", "c": "c d"}}, "q,a.b", True, TURNS, {"a.c": 3}),
     ({"messages": [Q, A | {"think": "so on"}]}, "", False, TURNS, {"messages[].think": 5}),
@@ -148,6 +170,9 @@ CONVERSATIONS = [
         {"tools[].name": 2, "tools[].does": 6},
     ),
     ({"messages": [Q, A | {"value": "other"}]}, "", False, TURNS, {"messages[].value": 5}),
+    ({"messages": [Q, A | {"content": PARTS}]}, "", 0, TURNS, {"messages[].content[].note": 3}),
+    ({"messages": [Q, A], "system": False, "loss": 0.0}, "", False, TURNS, {"loss": 0}),
+    ({"messages": [{"role": "developer", "content": "s"}, Q, A]}, "", False, SYSTEM, {}),
 ]
 
 
@@ -155,6 +180,12 @@ CONVERSATIONS = [
 def test_conversations_of_every_shape_are_read(record, fields, chat, turns, unread):
     messages, _, left = read_conversation(record, fields, chat)
     assert [turn[:2] for turn in turns_of(messages)] == turns and left == unread
+
+
+def test_a_flag_of_any_spelling_is_obeyed():
+    for records in ([{"input": "q", "output": "a", "loss": False}], [Q, A | {"Weight": 0}]):
+        messages, _, _ = read_conversation({"conversation": records}, "", False)
+        assert not turns_of(messages)[-1].is_learned
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}

@@ -20,11 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hardware.terminal import harmless
 from text.tokenizer import IM_END, IM_START, Tokenizer
 
 # Names of the roles in other data sets -> the role.
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+}
 ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant")
 # What tells the messages of a tool call: their roles, and fields of a message without a text.
 TOOLS = ("tool", "function", "observation", "function_call", "tool_call", "ipython")
@@ -45,7 +50,7 @@ class Turn(NamedTuple):
 
 def is_refused(item: dict) -> bool:
     """Return whether a flag of a record or a message says that it is not to be learned."""
-    return any(str(item.get(key)).lower() in NO for key in FLAGS)
+    return any(str(item[key]).lower() in NO for key in item if key.lower() in FLAGS)
 
 
 def turns_of(messages: list[dict]) -> list[Turn]:
@@ -57,18 +62,14 @@ def turns_of(messages: list[dict]) -> list[Turn]:
     turns = []
     for number, message in enumerate(messages, 1):
         name, content = message["role"], message["content"]
-        role = ROLES.get(str(name).lower())
-        is_empty = content is None or (isinstance(content, str) and not content.strip())
-        if str(name).lower() in TOOLS or (is_empty and any(map(message.get, CALLS))):
+        is_empty = not content.strip()
+        if name.lower() in TOOLS or (is_empty and any(map(message.get, CALLS))):
+            raise ValueError(f"message {number}, of the {name}, is of a tool call: not supported")
+        role = ROLES.get(name.lower())
+        if role is None:
             raise ValueError(
-                f"message {number}, of the {name}, is part of a tool call: not supported"
+                f"message {number}, of {name:.40}, is not of system, user or assistant"
             )
-        if name is None:
-            fields = harmless(", ".join(map(str, message)))[:80]
-            raise ValueError(f"message {number}, {{{fields}}}, has no role or from")
-        if role is None or not isinstance(content, str | None):
-            accepted = "a text of system, user or assistant"
-            raise ValueError(f"message {number}, of role {name!r:.40}, is not {accepted}")
         if role == "system" and number == 1 and is_empty:
             continue
         expected = "user" if not turns or turns[-1][0] != "user" else "assistant"

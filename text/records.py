@@ -13,6 +13,7 @@ from json import JSONDecodeError
 from typing import Any, NamedTuple
 
 from configurator import UserError
+from hardware.terminal import harmless
 from text.chat import chatml, is_refused, turns_of, without_flags
 from text.docstrings import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, characters, limited
@@ -74,9 +75,11 @@ class Tally:
     def leave_out(self, sizes: dict[str, int], records: Counter | None = None) -> None:
         """Count the fields that are not read, path -> characters, of a record or of several."""
         for path, size in sizes.items():
-            # Keys may be data, such as names of people: their number must not fill the memory.
-            known = path in self.unread or len(self.unread) < 200
-            self.unread[name := path[:80] if known else "others"] += records[path] if records else 1
+            name = path
+            if name not in self.unread:
+                # Keys may be data, such as names of people: they must not fill the memory.
+                name = " ".join(harmless(path).split())[:80] if len(self.unread) < 200 else "others"
+            self.unread[name] += records[path] if records else 1
             self.unread_characters[name] += size
 
     def add(self, other: "Tally") -> None:
@@ -140,7 +143,6 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
             if None in record.values():
                 shape += " in rows with fewer fields than the header"
         tally.shapes[shape] += 1
-        tally.characters["text"] += sum(len(text) for span in spans for text in span)
         if not spans:
             tally.dropped["marked as not to be learned"] += 1
             continue
@@ -204,11 +206,16 @@ def understand(
         messages, shape, unread = found
         turns = turns_of(messages)
         is_learned = any(t.role == "assistant" and t.is_learned for t in turns)
-        is_learned = is_learned and not (isinstance(record, dict) and is_refused(record))
+        if isinstance(record, dict) and is_refused(
+            {k: v for k, v in record.items() if k != "loss"}
+        ):
+            is_learned = False
         tally.leave_out(unread)
+        tally.characters["text"] += sum(len(turn.content) for turn in turns)
         return chatml(turns) if is_learned else [], f"{CHAT} {shape}"
     text, shape, unread = record_text(record, cfg.fields)
     tally.leave_out(unread)
+    tally.characters["text"] += len(text)
     return [[text]], shape
 
 

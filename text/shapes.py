@@ -1,16 +1,20 @@
 """The shapes of a record: which of its fields are read, and how they become a text or messages.
 
 They are tried in this order. Names are compared without case, and a field that holds nothing counts
-as missing. What a shape does not read is returned with it, and the report counts it.
+as missing.
 
     conversation   the first of CONVERSATIONS, a list of messages, after the field `system`; or a
                    line that is such a list
-    dialogue       with --chat: the first of QUESTIONS, `context` and `input`, the first of ANSWERS
+    dialogue       with --chat: a question and its answer, as below
     text           `title`, `abstract`, and the first of TEXTS; a `summary` of it is not read
-    instruction    without --chat: the fields of a dialogue, as lines
+    question       the first of TEXTS, if it does not hold the answer already; the first of
+                   QUESTIONS, `context` and `input`; the first of ANSWERS
     encyclopedia   `title`, `summary` or `abstract`, and the sections, which may have sections
 
 --fields names other fields in place of these. Anything else is a bad record.
+
+Each function that reads a field adds (id of the dict or list that holds it, its key) to a set of
+what was read. unread() returns the rest of the record, which the report counts.
 """
 
 import itertools
@@ -22,40 +26,56 @@ from typing import Any
 import numpy as np
 
 from hardware.terminal import harmless
-from text.chat import FLAGS, NO, YES
+from text.chat import FLAGS, NO, ROLES, YES
 from text.settings import FIELD
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
-TEXTS = ("content", "text", "body", "article", "dialogue", "dialog", "document", "raw_content")
-QUESTIONS = ("instruction", "question", "prompt", "query", "problem", "input", "user", "human")
-ANSWERS = ("output", "answer", "response", "completion", "solution", "assistant")
+TEXTS = ("content", "text", "body", "article", "passage", "dialogue", "dialog", "document")
+TEXTS += ("raw_content", "code", "story", "lyrics", "review")
+# Names of a question, and those of its answer. A `solution` shows how to find the `answer`.
+PAIRS = (
+    (("user", "human"), ("assistant",)),
+    (
+        ("instruction", "question", "prompt", "query", "problem", "input", "inputs"),
+        ("output", "solution", "answer", "response", "completion", "targets"),
+    ),
+)
+CONTEXTS = ("context", "input")  # between a question and its answer
+CHOICES = {"choices", "options", "option_a", "a"}  # of a question: fields that need a template
 # Of a section.
 HEADINGS = ("title", "heading", "name")
 PARAGRAPHS = ("content", "text", "paragraphs")
-CONTEXTS = ("context", "input")  # between a question and its answer
-# A string that is no text: a URL, a word with a digit or a sign as in an id or a path, a date.
-NO_TEXT = re.compile(r"\w+://\S*|(?=\S*[\d_/\\@:=#])[!-~]*|[\d\s:/.,TZ+%-]*")
-# A field of a conversation with such a name may say what is to be learned, whatever it holds.
+# A string that is no text: a URL, a date, a short word with a digit or a sign as in an id or a
+# path, a long one as in base64.
+NO_TEXT = re.compile(
+    r"\w+:(//|\w+/\w+;)[!-~]*|[\d\s:/.,TZ+%-]*"
+    r"|(?=\S*[\d_/\\@:=#])[!-z|~]{1,100}|(?=\S*\d)[\w+/=-]*",
+    re.ASCII,
+)
+# A field with such a name may say what is to be learned, whatever it holds.
 MARK = re.compile("mask|train|learn|loss|weight|label")
+# Where a flag is obeyed, or says nothing.
+OBEYED = {*FLAGS} - {"loss"} | {f"{name}[].{flag}" for name in CONVERSATIONS for flag in FLAGS}
 EMPTY = (None, "", [], {})
 
 
 @lru_cache(1024)  # the records of a corpus have the same names
 def lower_names(names: tuple[str, ...]) -> dict[str, str]:
     """Return lower-case name -> name of each. A name in lower case comes before others."""
-    return {name.strip().lower(): name for name in names} | {name: name for name in names}
+    lower = {name.strip().lower(): name for name in names} | {name: name for name in names}
+    return {known: name for known, name in lower.items() if known}
 
 
 class Fields:
-    """The fields of a record, by names in lower case, and `rest`: what has not been read of it."""
+    """The fields of a record, by names in lower case. read: see the top of this file."""
 
-    def __init__(self, record: dict):
+    def __init__(self, record: dict, read: set):
         self.record = record
-        self.rest = dict(record)
+        self.read = read
         self.names = lower_names(tuple(record))
 
     def value(self, name: str) -> Any:
-        return self.record.get(self.names.get(name))
+        return self.record[self.names[name]] if name in self.names else None
 
     def first(self, names: tuple[str, ...]) -> str:
         """Return the first of these names that holds text, or else that exists; "" if none does."""
@@ -65,11 +85,18 @@ class Fields:
         return next((name for name in names if name in self.names), "")
 
     def take(self, name: str) -> str:
-        """Return a field as get() does. It counts as read then."""
-        key = self.names.get(name, name)
-        text = get(self.record, key)
-        self.rest.pop(key, None)
-        return text
+        """Read a field as get() does."""
+        if name not in self.names:
+            return ""
+        key = self.names[name]
+        self.read.add((id(self.record), key))
+        return get(self.record, key)
+
+    def optional(self, name: str) -> str:
+        """Read a field that may be missing, blank or false."""
+        value = self.value(name)
+        is_missing = value is False or (isinstance(value, str) and not value.strip())
+        return "" if is_missing else self.take(name)
 
 
 def holds_text(value: Any) -> bool:
@@ -78,7 +105,7 @@ def holds_text(value: Any) -> bool:
         return value != "" and not value.isspace()
     if isinstance(value, list):
         return all(isinstance(text, str) for text in value) and any(map(str.strip, value))
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
 
 def get(record: dict, key: str) -> str:
@@ -95,7 +122,8 @@ def get(record: dict, key: str) -> str:
         raise ValueError(f"{key} is {value}, not text")
     if isinstance(value, int | float | None):
         return "" if value is None else str(value)
-    raise ValueError(f"{key} is a {type(value).__name__}, not text")
+    way = {dict: f": name a field in it, {key}.NAME, by --fields", list: f": or {key}.0.NAME"}
+    raise ValueError(f"{key} is a {type(value).__name__}, not text{way.get(type(value), '')}")
 
 
 def listed(record: dict) -> str:
@@ -103,41 +131,32 @@ def listed(record: dict) -> str:
     return f"{{{harmless(', '.join(map(str, record)))[:80]}}}"
 
 
-@lru_cache(1)
-def paths_of(fields: str) -> set[str]:
-    """Return the paths of the fields that --fields names; a list that a.0 names is read."""
-    names = FIELD.findall(fields) or [*filter(None, fields.split(","))]
-    return {re.sub(r"\.\d+$", "", name.strip()) for name in names} | {*names}
-
-
 @lru_cache(1024)
-def mark_of(path: str) -> str:
-    """Return the name at the end of a path if it is a MARK, else ""."""
-    name = path.rpartition(".")[2]
-    return name if MARK.search(name) and not name.endswith("]") else ""
+def is_mark(path: str) -> bool:
+    return not path.endswith("]") and bool(MARK.search(path.rpartition(".")[2].lower()))
 
 
-def unread(rest: dict, obeyed: set[str], fields: str = "") -> dict[str, int]:
-    """Return path -> characters of each field that holds text in what was not read of a record.
+def unread(record: dict, read: set, obeyed: set[str]) -> dict[str, int]:
+    """Return path -> characters of each field that holds text, and that was not read.
 
     A path is written as in jq: `meta.source`, `sections[].text`. Numbers, dates, URLs and ids are
-    no texts. A MARK counts whatever it holds, unless it is one of FLAGS with a value of `obeyed`.
-    fields: --fields, whose names are left out.
+    no texts. A MARK counts whatever it holds, unless it is OBEYED, with a value of `obeyed`.
     """
-    read = paths_of(fields)
     found: dict[str, int] = {}
-    values: list[tuple[str, Any]] = list(rest.items())
+    values: list[tuple[str, Any]] = [("", record)]
     for path, value in values:  # it grows
-        if path in read or value in EMPTY:
-            continue
+        here = id(value)
+        if isinstance(value, dict):
+            left = [item for item in value.items() if (here, item[0]) not in read]
+            values += [(f"{path}.{key}" if path else key, x) for key, x in left if x not in EMPTY]
+        elif isinstance(value, list | tuple):
+            left = [x for i, x in enumerate(value) if (here, i) not in read]
+            values += [(path if type(x) is str else f"{path}[]", x) for x in left]
         if isinstance(value, str) and not NO_TEXT.fullmatch(value):
             found[path] = found.get(path, 0) + len(value)
-        elif (mark := mark_of(path)) and not (mark in FLAGS and str(value).lower() in obeyed):
-            found.setdefault(path, 0)
-        if isinstance(value, dict):
-            values += [(f"{path}.{key}", inner) for key, inner in value.items()]
-        elif isinstance(value, list):
-            values += [(path if type(inner) is str else f"{path}[]", inner) for inner in value]
+        elif isinstance(value, bytes) or is_mark(path):
+            if path.lower() not in OBEYED or str(value).lower() not in obeyed:
+                found.setdefault(path, 0)
     return found
 
 
@@ -145,8 +164,8 @@ def unread(rest: dict, obeyed: set[str], fields: str = "") -> dict[str, int]:
 # Texts
 
 
-def record_text(record: Any, fields: str = "") -> tuple[str, str, dict]:
-    """Return (text, shape, what was not read) of a record that is no conversation.
+def record_text(record: Any, fields: str = "") -> tuple[str, str, dict[str, int]]:
+    """Return (text, shape, unread()) of a record that is no conversation.
 
     `fields` names other fields: a list `question,answer`, joined by line ends, or a template
     `问：{question}答：{answer}`. Raises ValueError if the record has no known shape.
@@ -154,26 +173,31 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str, dict]:
     if isinstance(record, str) and not fields:
         return record, "a text", {}
     if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}, not an object: --format=json reads arrays")
+        kind = type(record).__name__
+        raise ValueError(f"a {kind}, not an object: in a .jsonl, --format=json reads arrays")
+    item = Fields(record, set())
     if fields:
-        return chosen_fields(record, fields), fields, unread(record, YES, fields)
-    item = Fields(record)
-    text, names = shaped_text(item)
-    return text, f"{{{', '.join(names)}}}", unread(item.rest, YES)
+        text, shape = chosen_fields(record, fields, item.read), fields
+    else:
+        text, names = shaped_text(item)
+        shape = f"{{{', '.join(names)}}}"
+    return text, shape, unread(record, item.read, YES)
 
 
 def shaped_text(item: Fields) -> tuple[str, list[str]]:
     """Return the text of a record, and the names of the fields that it was made of."""
-    name = item.first(TEXTS)
-    if holds_text(item.value(name)):
-        return titled_text(item, name)
-    if names := question_and_answer(item):
-        parts = {name: part for name in names if (part := item.take(name))}
+    if "content" in item.names and str(item.value("role")).lower() in ROLES:
+        raise ValueError("a message alone: put all messages of a conversation into one list")
+    name, names = item.first(TEXTS), question_and_answer(item)
+    has_text = holds_text(item.value(name))
+    if names and (not has_text or name in names):
+        parts = {name: part for name in names if (part := item.optional(name))}
         return "\n".join(parts.values()), list(parts)
+    if has_text:
+        return titled_text(item, name)
     if isinstance(item.value("sections"), list) or isinstance(item.value("summary"), str):
-        head = (item.take("title"), item.take(item.first(("summary", "abstract")) or "summary"))
-        pairs, item.rest["sections"] = read_sections(item.value("sections"))
-        return join(head, pairs), ["title", "summary", "sections"]
+        head = (item.optional("title"), item.optional(item.first(("summary", "abstract"))))
+        return join(head, read_sections(item)), ["title", "summary", "sections"]
     if name := name or item.first(("abstract", "completion")):
         return titled_text(item, name)
     if any(item.value(name) == [] for name in CONVERSATIONS):
@@ -186,43 +210,61 @@ def titled_text(item: Fields, name: str) -> tuple[str, list[str]]:
     """Return shaped_text() of a record with a text. Its title and abstract come first."""
     names = [n for n in ("abstract",) if n != name and holds_text(item.value(n))] + [name]
     text = "\n\n".join([item.take(name) for name in names])
-    if title := item.take("title"):
+    if title := item.optional("title"):
         return join(None, [(title, text)]), ["title", *names]
     return text, names
 
 
 def question_and_answer(item: Fields) -> list[str]:
-    """Return the names of a question, of what comes between, and of the answer; [] if none."""
-    question, answer = item.first(QUESTIONS), item.first(ANSWERS)
-    if not (question and answer):
+    """Return the names of a question, of what belongs to it, and of its answer; [] if none.
+
+    Raises ValueError if more than one field may be the question or the answer.
+    """
+    for questions, answers in PAIRS:
+        question, answer = item.first(questions), item.first(answers)
+        if question and answer:
+            break
+    else:
         return []
-    if isinstance(answers := item.value(answer), list) and len(answers) > 1:
-        problem = f"{answer} is a list of {len(answers)} answers, not one"
-        raise ValueError(f"{problem}: --fields={question},{answer}.0 reads the first")
-    return [question, *[n for n in CONTEXTS if n in item.names and n != question], answer]
+    fields = f"--fields={question},{answer}"
+    others = {*questions, *answers} - {question, answer, *CONTEXTS}
+    others -= {"answer"} if answer == "solution" else set()
+    if others := [name for name in others if holds_text(item.value(name))]:
+        raise ValueError(f"{', '.join(sorted(others))} beside {question} and {answer}: {fields}")
+    if choices := [name for name in CHOICES if item.value(name)]:
+        template = f"--fields='{{{question}}} ... {{{answer}}}'"
+        raise ValueError(f"{min(choices)} beside {question} and {answer}: write a {template}")
+    texts = item.value(answer) if isinstance(item.value(answer), list) else [item.value(answer)]
+    if len(texts) > 1:
+        problem = f"{answer} is a list of {len(texts)} answers, not one"
+        raise ValueError(f"{problem}: {fields}.0 reads the first")
+    between = [name for name in CONTEXTS if name in item.names and name != question]
+    text = item.first(TEXTS)
+    passage = item.value(text)
+    if holds_text(passage) and not all(str(text) in str(passage) for text in texts):
+        return [text, question, *between, answer]
+    return [question, *between, answer]
 
 
-def read_sections(sections: Any) -> tuple[list[tuple[str, str]], list[dict]]:
-    """Return (title, content) of each section and of the sections in it; and what was not read.
+def read_sections(item: Fields) -> list[tuple[str, str]]:
+    """Return (title, content) of each section of a record, and of the sections in it.
 
     Raises ValueError if they have another form, or hold text under unknown names alone.
     """
+    sections = item.value("sections")
     if not isinstance(sections, list | None):
         raise ValueError(f"sections is a {type(sections).__name__}, not a list of sections")
-    pairs, left = [], []
-    for section in sections or ():
-        if not isinstance(section, dict):
-            raise ValueError(f"a section is a {type(section).__name__}, not an object")
-        item = Fields(section)
-        title, text = item.take(item.first(HEADINGS)), item.take(item.first(PARAGRAPHS))
-        inner = []
-        if "sections" in item.names:
-            inner, item.rest[item.names["sections"]] = read_sections(item.value("sections"))
-        if not (text or inner) and unread(item.rest, YES):
-            raise ValueError(f"a section {listed(section)} has no {' or '.join(PARAGRAPHS)}")
+    pairs = []
+    for record in sections or ():
+        if not isinstance(record, dict):
+            raise ValueError(f"a section is a {type(record).__name__}, not an object")
+        section = Fields(record, item.read)
+        title, text = (section.take(section.first(names)) for names in (HEADINGS, PARAGRAPHS))
+        inner = read_sections(section)
+        if not (text or inner) and unread(record, item.read, YES):
+            raise ValueError(f"a section {listed(record)} has no {' or '.join(PARAGRAPHS)}")
         pairs += [(title, text), *inner] if title or text or not inner else inner
-        left += [item.rest] if item.rest else []
-    return pairs, left
+    return pairs
 
 
 def join(head: tuple[str, str] | None, sections: list[tuple[str, str]]) -> str:
@@ -266,11 +308,11 @@ def count_between(codes: np.ndarray, low: int, high: int) -> int:
 def read_conversation(
     record: Any, fields: str, chat: bool
 ) -> tuple[list[dict], str, dict[str, int]] | None:
-    """Return (messages, shape, what was not read: path -> characters); None if it is a text.
+    """Return (messages, shape, unread()) of a record that is a conversation; else None.
 
     A message has a `role` and a `content`, whatever their names were. With `chat`, a question and
-    its answer are a conversation, too: those that `fields` names, or the first of QUESTIONS and
-    ANSWERS. Raises ValueError if the messages have another form.
+    its answer are a conversation, too: those that `fields` names, or those of PAIRS. Raises
+    ValueError if the messages have another form.
     """
     if isinstance(record, list) and not fields and all(isinstance(m, dict) for m in record):
         record = {"messages": record}
@@ -278,21 +320,20 @@ def read_conversation(
         return None
     if not chat and lower_names(tuple(record)).keys().isdisjoint(CONVERSATIONS):
         return None
-    item = Fields(record)
+    item = Fields(record, set())
     if not fields and (name := conversation_name(item)):
-        messages, item.rest[item.names[name]] = read_messages(item.value(name))
-        names = [name]
+        messages, names = read_messages(item.value(name), item.read), [name]
     elif chat and fields:
         names = fields.split(",")
-        messages = dialogue([chosen_fields(record, name) for name in names])
+        messages = dialogue([chosen_fields(record, name, item.read) for name in names])
     elif chat and (names := question_and_answer(item)):
-        messages = dialogue([item.take(name) for name in names])
+        messages = dialogue([item.optional(name) for name in names])
     else:
         return None
-    if system := item.take("system"):
+    if system := item.optional("system"):
         messages = [{"role": "system", "content": system}, *messages]
         names = ["system", *names]
-    return messages, f"{{{', '.join(names)}}}", unread(item.rest, NO | YES, fields)
+    return messages, f"{{{', '.join(names)}}}", unread(record, item.read, NO | YES)
 
 
 def conversation_name(item: Fields) -> str:
@@ -313,44 +354,52 @@ def dialogue(texts: list[str]) -> list[dict]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": texts[-1]}]
 
 
-def read_messages(messages: Any) -> tuple[list[dict], list[dict]]:
-    """Return the messages, each with `role` and `content`, and what was not read of each.
+def read_messages(messages: Any, read: set) -> list[dict]:
+    """Return the messages, each with `role`, `content` and its other fields, by lower-case names.
 
     A message without a role may be a question with its answer, and a system prompt before it.
     """
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+    if not isinstance(messages, list):
         raise ValueError(f"a conversation is a {type(messages).__name__}, not a list of messages")
-    items = [Fields(message) for message in messages]
     found = []
-    for item in items:
-        role, content = item.first(("role", "from")), item.first(("content", "value", "text"))
-        if not role and (names := question_and_answer(item)):
-            system = item.take("system")
-            found += [{"role": "system", "content": system}] * bool(system)
-            found += dialogue([item.take(name) for name in names])
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is a {type(message).__name__}, not an object")
+        item = Fields(message, read)
+        others = {name: item.value(name) for name in item.names}
+        if role := item.optional(item.first(("role", "from"))):
+            found.append(others | {"role": role, "content": read_content(item, number)})
+        elif names := question_and_answer(item):
+            if system := item.optional("system"):
+                found.append({"role": "system", "content": system})
+            found += [others | turn for turn in dialogue([item.optional(n) for n in names])]
         else:
-            read = {"role": item.value(role), "content": joined_parts(item.value(content))}
-            found.append(item.record | read)
-            item.rest |= {item.names[name]: None for name in (role, content) if name}
-    return found, [item.rest for item in items]
+            raise ValueError(f"message {number}, {listed(message)}, has no role or from")
+    return found
 
 
-def joined_parts(content: Any) -> Any:
-    """Return a content; if it is a list of texts, they are joined with nothing in between.
+def read_content(item: Fields, number: int) -> str:
+    """Return the content of a message. Texts of a list are joined, with nothing in between.
 
-    So do the chat templates of models.
+    So do the chat templates of models. Raises ValueError for another form.
     """
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        if all(part.get("type") == "text" for part in content):
-            return "".join(get(part, "text") or get(part, "value") for part in content)
-    return content
+    name = item.first(("content", "value", "text"))
+    content = item.value(name)
+    if isinstance(content, str | None):
+        return item.take(name)
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise ValueError(f"message {number}: {name} is a {type(content).__name__}, not a text")
+    item.read.update((id(part), "type") for part in parts)
+    texts = [Fields(part, item.read) for part in parts]
+    return "".join([text.take(text.first(("text", "value"))) for text in texts])
 
 
 # --------------------------------------------------------------------------------------------------
 # --fields
 
 
-def chosen_fields(record: dict, fields: str) -> str:
+def chosen_fields(record: dict, fields: str, read: set) -> str:
     """Return the text of the fields that --fields names.
 
     The name a.b is the field a.b, or else the field b in the field a; a.0 is the first element of
@@ -358,16 +407,18 @@ def chosen_fields(record: dict, fields: str) -> str:
     """
 
     def text(name: str) -> str:
-        if (key := name if name in record else name.strip()) in record:
-            return get(record, key)
-        inner = outer = record
-        for key in name.strip().split("."):
-            is_list = isinstance(inner, list)
-            outer = {str(i): part for i, part in enumerate(inner)} if is_list else inner
-            if not isinstance(outer, dict) or key not in outer:
-                raise ValueError(f"no field {name!r}")
-            inner = outer[key]
-        return get(outer, key)
+        full = name if name in record else name.strip()
+        inner: Any = record
+        place = None
+        for part in [full] if full in record else full.split("."):
+            is_index = isinstance(inner, list) and part.isdecimal() and int(part) < len(inner)
+            if not is_index and not (isinstance(inner, dict) and part in inner):
+                raise ValueError(f"no field {name!r} in {listed(record)}")
+            key = int(part) if is_index else part
+            place = id(inner), key
+            inner = inner[key]
+        read.add(place)
+        return get({name: inner}, name)
 
     if "{" in fields:
         return FIELD.sub(lambda m: text(m[1]), fields.replace("\\n", "\n"))
