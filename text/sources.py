@@ -103,9 +103,8 @@ def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[s
 
     Raises UserError for an argument that names nothing, and for a file that cannot be input.
     """
-    sources: list[Source] = []
+    sources: dict[tuple[int, int], Source] = {}  # by the identity of the file
     skipped: dict[str, Counter] = {}
-    seen = set()  # identities of the files in `sources`
     for argument in inputs:
         counts = skipped.setdefault(argument, Counter())
         for file in named_files(argument, kind, counts):
@@ -114,12 +113,10 @@ def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[s
                 raise UserError(f"--input {file}: {UNKNOWN_KIND}")
             if not file.is_file():
                 raise UserError(f"--input {file}: not a regular file, or a broken link: remove it")
-            if identity(file) in seen:
+            source = Source.from_path(file, file_kind)
+            if sources.setdefault(identity(file), source) is not source:
                 counts[READ_ALREADY] += 1
-            else:
-                sources.append(Source.from_path(file, file_kind))
-            seen.add(identity(file))
-    return sources, {argument: counts for argument, counts in skipped.items() if counts}
+    return list(sources.values()), {name: counts for name, counts in skipped.items() if counts}
 
 
 def named_files(argument: str, kind: str, skipped: Counter) -> Iterator[Path]:
