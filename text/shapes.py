@@ -79,10 +79,12 @@ class Fields:
 
     def first(self, names: tuple[str, ...]) -> str:
         """Return the first of these names that holds text, or else that exists; "" if none does."""
+        if self.names.keys().isdisjoint(names):
+            return ""
         for name in names:
-            if name in self.names and holds_text(self.value(name)):
+            if name in self.names and holds_text(self.record[self.names[name]]):
                 return name
-        return next((name for name in names if name in self.names), "")
+        return next(name for name in names if name in self.names)
 
     def take(self, name: str) -> str:
         """Read a field as get() does."""
@@ -259,8 +261,8 @@ def read_sections(item: Fields) -> list[tuple[str, str]]:
         if not isinstance(record, dict):
             raise ValueError(f"a section is a {type(record).__name__}, not an object")
         section = Fields(record, item.read)
-        title, text = (section.take(section.first(names)) for names in (HEADINGS, PARAGRAPHS))
-        inner = read_sections(section)
+        title, text = section.take(section.first(HEADINGS)), section.take(section.first(PARAGRAPHS))
+        inner = read_sections(section) if "sections" in section.names else []
         if not (text or inner) and unread(record, item.read, YES):
             raise ValueError(f"a section {listed(record)} has no {' or '.join(PARAGRAPHS)}")
         pairs += [(title, text), *inner] if title or text or not inner else inner
