@@ -203,6 +203,21 @@ def copied(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
+@pytest.fixture
+def evaluates(monkeypatch) -> Callable[[dict[int, float]], None]:
+    """evaluates(losses) lets the evaluation of a step find losses[step], whatever the model is."""
+
+    def set_losses(losses: dict[int, float]) -> None:
+        def evaluation(self, step, found, seconds):
+            found = {key: [losses[step] for _ in of_sets] for key, of_sets in found.items()}
+            return report_evaluation(self, step, found, seconds)
+
+        report_evaluation = report.Report.evaluation
+        monkeypatch.setattr(report.Report, "evaluation", evaluation)
+
+    return set_losses
+
+
 def save_model(model: GPT, folder: Path, **ids: int) -> None:
     """Write the config.json and the weights of a model to a folder."""
     c = model.config

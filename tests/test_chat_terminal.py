@@ -42,7 +42,9 @@ def conversation_of(checkpoint: Path, shape: dict, **settings) -> sample.Convers
     model = GPT(GPTConfig(**(shape | dict(vocab_size=tokenizer.vocab_size))))
     model.init_weights("xavier")
     settings = dict(chat=True, temperature=0, system="the loop") | settings
-    return sample.Conversation(model.eval(), tokenizer, sample.SampleConfig(**settings))
+    # In fp64, no rounding decides which token is the likeliest.
+    model = model.double().eval()
+    return sample.Conversation(model, tokenizer, sample.SampleConfig(**settings))
 
 
 # -- what the model sees --
@@ -107,11 +109,13 @@ def chat(checkpoint: Path, *options: str) -> None:
 
 
 def test_piped_messages_are_one_conversation_until_a_reset(checkpoint, capsys, monkeypatch):
+    word = torch.from_numpy(load_tokenizer(checkpoint).encode("模")[-1:])
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (word for _ in range(n)))
+
     def answers(typed: str) -> list[str]:
         typed = io.TextIOWrapper(io.BytesIO(typed.encode("gbk")), encoding="utf-8")
         monkeypatch.setattr("sys.stdin", typed)
-        options = ["--max_new_tokens=3", "--temperature=3", "--seed=7"]
-        configurator.run(lambda: chat(checkpoint, *options))
+        configurator.run(lambda: chat(checkpoint, "--max_new_tokens=3"))
         out, err = capsys.readouterr()
         assert err.count("unfinished: max_new_tokens is reached]") == len(out.splitlines())
         return out.splitlines()
@@ -162,11 +166,10 @@ def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses)
 def test_in_a_terminal_ctrl_c_ends_only_the_answer(checkpoint):
     """Two Chinese characters are deleted, and a line is no UTF-8."""
     terminal, end = pty.openpty()
-    # Each token takes a tenth of a second, so Ctrl-C arrives before the last one.
-    slowly = "import configurator, time, sample as s; f = s.next_tokens; s.next_tokens = lambda *a,"
-    slowly += " **k: (time.sleep(0.1) or t for t in f(*a, **k)); configurator.run(s.main)"
-    options = f"--chat --ckpt={checkpoint} --device=cpu --temperature=0".split()
-    command = [sys.executable, "-c", slowly, *options]
+    space = load_tokenizer(checkpoint).encode("a ")[-1:].tolist()
+    endless = "import configurator, time, sample as s; s.next_tokens = lambda *_, **options: "
+    endless += f"iter(lambda: time.sleep(0.1) or {space}, []); configurator.run(s.main)"
+    command = [sys.executable, "-c", endless, "--chat", f"--ckpt={checkpoint}", "--device=cpu"]
     env = os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8"}
     how = dict(stdin=end, stdout=end, stderr=end, env=env, cwd=REPO, start_new_session=True)
     own_terminal = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731

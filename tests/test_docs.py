@@ -13,7 +13,6 @@ import prepare
 import sample
 import train
 
-SHARED = REPO.parent / "shared"
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("bench/**/*.md")]
 
 
@@ -84,11 +83,10 @@ def test_a_page_shows_what_plan_py_prints(page, monkeypatch, prints):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
 def test_the_lines_of_the_readme_give_shakespeare_trained_and_sampled(tmp_path, prints):
     """With a loss below the 1.88 that nanoGPT's README names for its recipe for a laptop."""
-    play = SHARED / "corpora" / "tinyshakespeare.txt.gz"
-    options = ["--name=shakespeare", "--tokenizer=char", "--val_fraction=0.1"]
+    play = REPO / "data" / "shakespeare.txt.gz"
+    options = ["--tokenizer=char", "--val_fraction=0.1"]
     call(prepare.main, "--input", play, *options, f"--data_dir={tmp_path}")
     folders = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
     call(train.main, REPO / "config" / "demo.py", *folders, "--eval_tokens=30_000")

@@ -96,7 +96,7 @@ def test_a_run_ends_when_the_lab_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=REPO, stdout=subprocess.PIPE)
     child = int(parent.stdout.readline())
     parent.kill()
-    for _ in range(100):
+    for _ in range(2000):
         state = Path(f"/proc/{child}/stat")
         if not state.exists() or ") Z " in state.read_text():
             return

@@ -251,7 +251,7 @@ def test_init_has_the_standard_deviations_of_its_scheme(scheme):
             assert 0.055 < p.abs().max() <= 0.06
 
 
-# -- generation --
+# -- generation: in fp64, no rounding decides which token is the likeliest --
 
 
 @torch.no_grad()
@@ -264,7 +264,7 @@ def greedy_without_cache(model: GPT, idx: torch.Tensor, count: int) -> torch.Ten
 
 @pytest.mark.parametrize("name", ODD)
 def test_greedy_with_cache_equals_greedy_without(name):
-    model = make(name, scheme="xavier")
+    model = make(name, scheme="xavier").double()
     prompt = ids(model, 3, 5)
     cached = generated(model, prompt, 27, temperature=0)
     assert cached.shape == (27, 3) and torch.equal(cached, greedy_without_cache(model, prompt, 27))
@@ -275,7 +275,7 @@ def test_greedy_with_cache_equals_greedy_without(name):
 @torch.no_grad()
 def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     """A trace keeps Python's numbers, as a CUDA graph does: only tensors may change later."""
-    model = make(name, scheme="xavier")
+    model = make(name, scheme="xavier").double()
     prompt = ids(model, 3, 5)
     want = greedy_without_cache(model, prompt, 20)
     cache = KVCache(model.config, 3, 32, model.wte.weight)
@@ -294,7 +294,7 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
 @pytest.mark.parametrize("block_size", [1, 2, 30, 65])
 def test_generation_goes_on_beyond_block_size(block_size):
     """A full window is cut to its younger half, and the cache is computed anew from that."""
-    model = make("llama", scheme="xavier", block_size=block_size)
+    model = make("llama", scheme="xavier", block_size=block_size).double()
     tokens = generated(model, ids(model, 2, 40), 70, temperature=0)  # (70, 2)
     idx = ids(model, 2, 40)[:, -block_size:]
     want = []
@@ -329,7 +329,7 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
     assert kept(top_k=2) == {0, 1}
     assert kept(top_p=0.79) == {0, 1} and kept(top_p=0.81) == {0, 1, 2} and kept(top_p=0.01) == {0}
     fraction = (sample_token(logits, 1.0) == 0).float().mean().item()
-    assert fraction == pytest.approx(0.5, abs=0.03)
+    assert fraction == pytest.approx(0.5, abs=5 * math.sqrt(0.25 / 4000))  # five standard errors
     assert (sample_token(logits, 0.0) == 0).all()
 
 
@@ -355,5 +355,6 @@ def test_the_kernels_of_a_cpu_change_a_model_by_rounding(name, eos_id, dtype, ne
         atol = near * formula.abs().max().item() + 1e-8
         torch.testing.assert_close(ours, formula, atol=atol, rtol=0)
     if dtype == torch.float32:
-        tokens = [generated(model, x[:, :5], 9, temperature=0) for model in (fast, plain)]
+        models = fast.double(), plain.double()
+        tokens = [generated(model, x[:, :5], 9, temperature=0) for model in models]
         assert torch.equal(*tokens)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -85,9 +86,7 @@ def test_tracker_that_hangs_delays_only_the_end(
     monkeypatch.setenv("FAULT", fault)
     code = "import train; from training import report; report.END_SECONDS = 2; train.main()"
     options = training(1, tiny_data, tmp_path, "--tracker=swanlab")[2:]
-    started = time.monotonic()
-    done = ended([sys.executable, "-c", code, *options], subprocess.run)
-    assert done.returncode == 0 and time.monotonic() - started < 100
+    assert ended([sys.executable, "-c", code, *options], subprocess.run).returncode == 0
     assert same(tmp_path / "run", finished) and calls()
 
 
@@ -122,9 +121,12 @@ def test_the_first_step_after_a_resume_is_not_timed(trains):
 
 
 def test_the_step_after_the_first_is_timed_alone(trains, monkeypatch):
-    """Without the collection of garbage, which comes once, between the two."""
-    monkeypatch.setattr(train.gc, "collect", lambda: time.sleep(2))
-    assert metrics(trains(), "step_ms")[2] < 1500
+    """Without the collection of garbage, which comes once, between the two. Here it takes a day."""
+    days = []
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 86_400 * len(days))
+    monkeypatch.setattr("hardware.machine.time", clock)
+    monkeypatch.setattr(train.gc, "collect", lambda: days.append(1))
+    assert max(metrics(trains(), "step_ms").values()) < 86_400_000 and days
 
 
 def test_eta_counts_evaluations_and_saves_to_come(tmp_path, capsys):

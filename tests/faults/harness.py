@@ -113,7 +113,7 @@ def steps_done(out: Path) -> int:
     return 0
 
 
-def wait_for(process: Popen, condition, seconds: float = 60) -> None:
+def wait_for(process: Popen, condition, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while process.poll() is None and not condition() and time.monotonic() < deadline:
         time.sleep(0.0005)
