@@ -320,7 +320,6 @@ ON_ANSWERS = ["--dataset=chat", "--loss_on=answers", "--block_size=64", "--batch
 
 def test_a_run_on_answers_resumes_to_the_bit_and_stays_one(chat_data, tmp_path, refuses):
     run = resumes(chat_data, tmp_path, *ON_ANSWERS, "--documents=pad")
-    assert metrics(run, "val_loss")[8] < metrics(run, "val_loss")[4]
     other = [f"--out_dir={run.parent}", f"--run_name={run.name}", "--init_from=resume"]
     said = refuses(train.main, *other, f"--data_dir={chat_data}", "--loss_on=all")
     assert "loss_on was answers, is all" in said  # else their losses would be compared

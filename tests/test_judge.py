@@ -4,10 +4,11 @@ import json
 import math
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import call, make_records, saved, train_tiny, write_jsonl
+from conftest import call, make_records, saved, write_jsonl
 
 from bench import judge
 from text.dataset import load_tokenizer
@@ -19,8 +20,8 @@ TASK |= dict(doc_to_choice="choices", metric_list=[{"metric": "acc"}, {"metric":
 
 
 @pytest.fixture(scope="module")
-def model(tiny_data, tmp_path_factory) -> Path:
-    return saved(train_tiny(tiny_data, tmp_path_factory.mktemp("model"), "--max_steps=30"))
+def model(finished) -> Path:
+    return saved(finished)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,16 @@ def test_equals_lm_eval(model, questions, tmp_path, capsys, monkeypatch):
     assert ours(model, questions, capsys) == pytest.approx(expected, abs=5.1e-5)
 
 
-def test_a_trained_model_answers_better_than_chance(model, questions, capsys):
-    accuracy, error, *_ = ours(model, questions, capsys)
-    assert accuracy > 0.25
-    assert error == pytest.approx(math.sqrt(accuracy * (1 - accuracy) / 29), abs=5.1e-5)
+def test_accuracies_count_the_likeliest_answers(model, tmp_path, capsys, monkeypatch):
+    """And by letter: acc_norm. Given are the number of the right choice, and ln p of both."""
+    rows = [(0, -1, -2), (0, -1, -2), (1, -1, -2), (1, -3, -2), (0, -1, -9)]
+    likelihoods = Mock(side_effect=[float(x) for _, *both in rows for x in both])
+    monkeypatch.setattr(judge, "log_likelihood", likelihoods)
+    asked = [dict(question="?", choices=["a", "bbbb"], answer=right) for right, *_ in rows]
+    found = ours(model, write_jsonl(tmp_path / "q.jsonl", asked), capsys)
+    errors = (math.sqrt(p * (1 - p) / 4) for p in (0.6, 0.8))
+    by_letter, whole = zip((0.6, 0.8), errors, strict=True)
+    assert found == pytest.approx([*by_letter, *whole], abs=5.1e-5)
 
 
 @pytest.mark.parametrize("text", ["the loop 模型", "the loop 模型 " * 30], ids=["short", "windows"])

@@ -133,13 +133,30 @@ def test_only_a_changed_run_is_trained_again(answered, tiny_data, tmp_path):
     assert len(trained(tmp_path / "out")) == len(times) + 2
 
 
+WAITS = """
+import itertools, time, configurator, train
+take_step, steps = train.take_step, itertools.count()
+def waits(*args):
+    while next(steps) >= 30 and not args[-1]:  # the signals
+        time.sleep(0.01)
+    return take_step(*args)
+train.take_step = waits
+configurator.run(train.main, needs_output=False)
+"""
+
+
 @pytest.mark.slow
 def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
-    """Ctrl-C is pressed when the second run has its first checkpoint."""
+    """Ctrl-C is pressed when the second run has its first checkpoint; it waits for that."""
     out = tmp_path / "out"
-    sent = []
+    sent, started = [], []
 
     class Interrupted(warm.Popen):
+        def __init__(self, args, **options):
+            started.append(args)
+            args = [args[0], "-c", WAITS, *args[2:]] if len(started) == 2 else args
+            super().__init__(args, **options)
+
         def poll(self):
             if len(list(out.glob("*/ckpt/step_00000020/manifest.json"))) == 2 and not sent:
                 sent.append(signal.SIGINT)
@@ -147,7 +164,7 @@ def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
             return super().poll()
 
     question = QUESTION.replace("lengths", "_")
-    longer = ["--max_steps=100", "--eval_every=100", "--save_every=20", "--keep=100"]
+    longer = ["--max_steps=40", "--eval_every=40", "--save_every=20", "--keep=100"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
         patch.setattr(warm, "Popen", Interrupted)
         ask(tmp_path, tiny_data, question, *longer, seeds="1")

@@ -83,7 +83,7 @@ def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, reference, tmp_p
     run.kill()
     run.wait()
     assert workers and (run.returncode == 0 or contents(tmp_path / "set") == before)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     # What has ended has no command line, even if nobody has asked for its exit code.
     while any(read_or_empty(f"/proc/{pid}/cmdline") for pid in workers):
         assert time.monotonic() < deadline
