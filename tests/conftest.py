@@ -54,6 +54,17 @@ TINY += ["--log_every=1", "--eval_every=4", "--save_every=4", "--device=cpu", "-
 TINY += ["--peak_tflops=1", "--dataset=tiny", "--sample_every=0"]
 TINY += ["--tracker=off"]  # a test of the picture says --tracker=none
 
+# Executed in a process that trains: its 31st step waits for a signal.
+WAITS = """
+import itertools, time, train
+take_step, steps = train.take_step, itertools.count()
+def waits(*args):
+    while next(steps) >= 30 and not args[-1]:
+        time.sleep(0.01)
+    return take_step(*args)
+train.take_step = waits
+"""
+
 
 # What stands in place of a large file, and a part of the advice to fetch it.
 POINTERS = [

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
-from conftest import REPO, TINY, call, make_records, metrics, prepared
+from conftest import REPO, TINY, WAITS, call, make_records, metrics, prepared
 
 from bench import lab, lab_results
 from bench.lab_results import Result
@@ -133,18 +133,6 @@ def test_only_a_changed_run_is_trained_again(answered, tiny_data, tmp_path):
     assert len(trained(tmp_path / "out")) == len(times) + 2
 
 
-WAITS = """
-import itertools, time, configurator, train
-take_step, steps = train.take_step, itertools.count()
-def waits(*args):
-    while next(steps) >= 30 and not args[-1]:  # the signals
-        time.sleep(0.01)
-    return take_step(*args)
-train.take_step = waits
-configurator.run(train.main, needs_output=False)
-"""
-
-
 @pytest.mark.slow
 def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
     """Ctrl-C is pressed when the second run has its first checkpoint; it waits for that."""
@@ -154,7 +142,8 @@ def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
     class Interrupted(warm.Popen):
         def __init__(self, args, **options):
             started.append(args)
-            args = [args[0], "-c", WAITS, *args[2:]] if len(started) == 2 else args
+            if len(started) == 2:
+                args = [args[0], "-c", f"{WAITS}\ntrain.main()", *args[2:]]
             super().__init__(args, **options)
 
         def poll(self):

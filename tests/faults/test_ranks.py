@@ -14,7 +14,7 @@ from subprocess import CompletedProcess, Popen
 
 import harness
 import pytest
-from conftest import REPO, TINY, ended, forge, metrics, python, saved
+from conftest import REPO, TINY, WAITS, ended, forge, metrics, python, saved
 
 pytestmark = pytest.mark.slow
 
@@ -152,23 +152,14 @@ def test_a_last_save_that_fails_ends_all_ranks_without_a_traceback(tiny_data, tm
 
 def test_a_computer_that_comes_back_joins_the_run_again(tiny_data, tmp_path):
     """Two torchruns on this computer stand for two computers, as docs/resume.md starts them. One is
-    killed with its rank, at step 30 at the latest. The other waits for it, and both go on from the
+    killed with its rank, before its last step. The other waits for it, and both go on from the
     newest checkpoint.
     """
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     launch = "-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --max_restarts=3 --rdzv_id=1"
     launch += f" --rdzv_backend=c10d --rdzv_endpoint=localhost:{port} --local_addr=localhost"
-    patch = f"""
-import itertools, pathlib, time
-take_step, steps = train.take_step, itertools.count()
-def waits(*args):
-    while next(steps) >= 30 and not pathlib.Path({str(tmp_path / "go")!r}).exists():
-        time.sleep(0.01)
-    return take_step(*args)
-train.take_step = waits
-"""
-    (tmp_path / "of_a_rank.py").write_text(ON_ITS_OWN.replace("PATCH", patch))
+    (tmp_path / "of_a_rank.py").write_text(ON_ITS_OWN.replace("PATCH", WAITS))
     script = [str(tmp_path / "of_a_rank.py"), *TINY]
     script += [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
     script += ["--shard=all", "--init_from=auto", "--max_steps=40", "--eval_every=200"]
@@ -185,7 +176,6 @@ train.take_step = waits
     computers = [computer(1), computer(0)]
     harness.wait_for(computers[0], lambda: harness.steps_done(tmp_path) >= 20)
     harness.stop(computers[1], signal.SIGKILL)
-    (tmp_path / "go").touch()
     computers[1].wait(timeout=60)
     computers[1] = computer(0)
     assert [one.wait(timeout=240) for one in computers] == [0, 0]
