@@ -1,7 +1,7 @@
 # make help lists the targets. Each makes .venv on first use.
 PYTHON ?= python3
 
-.PHONY: help demo docs chat check lint types format quick test soak simgpu clean
+.PHONY: help demo docs chat check lint types format quick test test-default soak simgpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/    make \1 | \2/p' Makefile | sed 's/ | /\t/' | expand -t 20
@@ -63,6 +63,15 @@ quick: .venv/dev  ## the quick tests
 
 test: .venv/dev  ## all tests (5 minutes)
 	$(PYTEST) -rs tests
+
+# Other CPUs round differently. torch's cache of compiled code does not tell them apart.
+DEFAULT = train optimizer model documents huggingface chat chat_folder chat_terminal sample judge
+OLD_CPU = ATEN_CPU_CAPABILITY=default TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.venv/inductor_default
+
+# The tests that train or compare numbers, as on a CPU without AVX2 (2 minutes).
+test-default: .venv/dev
+	$(OLD_CPU) $(PYTEST) $(DEFAULT:%=tests/test_%.py) tests/faults/test_faults.py \
+		tests/faults/test_lost_runs.py
 
 # Kills, signals and damages 100 small runs, and compares each with an undisturbed one.
 soak: .venv/dev  ## 100 runs, killed and damaged at random (40 minutes)
