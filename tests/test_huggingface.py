@@ -395,7 +395,7 @@ def test_a_public_model_is_evaluated_tuned_resumed_and_reopened(
         assert (tuned / name).read_bytes() == public[name]
     assert contents(folder) == public  # nothing is written there
     assert from_pretrained(tuned).config == from_pretrained(folder).config
-    # The likeliest four tokens are well apart from the next ones.
+    # In these four steps, the likeliest token is well ahead of the next one.
     greedy = ["--temperature=0", "--max_new_tokens=4", "--device=cpu", "--dtype=float32"]
     text = prints(sample.main, f"--ckpt={tuned}", "--prompt=the loop", *greedy)
     pipeline = transformers.pipeline("text-generation", model=str(tuned), device="cpu")
