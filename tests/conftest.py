@@ -43,8 +43,8 @@ report.END_SECONDS = 240  # plot.py has a low priority, and other tests run at t
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
-# Where a CPU emulates bf16, large products in it take minutes.
-EMULATES = pick_dtype("auto", CPU.device)[0] != torch.bfloat16
+# Where a CPU emulates bf16, or oneDNN is told to, large products in it take minutes.
+EMULATES = pick_dtype("auto", CPU.device)[0] != torch.bfloat16 or "ONEDNN_MAX_CPU_ISA" in os.environ
 NEEDS_BF16 = pytest.mark.skipif(EMULATES, reason="this CPU emulates bf16")
 
 # A model that trains in a second. Every test that trains uses these options and adds its own.

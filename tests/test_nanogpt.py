@@ -110,6 +110,7 @@ def test_a_character_checkpoint_of_nanogpt_continues(tmp_path, prints):
     assert "我们走吧" in text and set(text.split("我们走吧")[1].strip()) <= set(TEXT)
     options = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", f"--init_from={path}"]
     options += ["--dataset=taken", "--lr=1e-30", "--max_steps=2", "--batch_size=2"]
+    options += ["--peak_tflops=1"]
     call(train.main, *options, "--batch_tokens=64", "--eval_tokens=64", "--compile=false")
     tuned = from_pretrained(newest_checkpoint(tmp_path / "out" / "run" / "ckpt"))
     assert tuned.config.vocab_size == len(CHARACTERS) + 1
