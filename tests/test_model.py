@@ -336,7 +336,9 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
 # -- the kernels of hardware/kernels.py --
 
 
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+# About 50 roundings, forward and back through 3 layers, add up to 7 eps; the worst number has twice
+# that.
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 14 * 2**-7)])
 @pytest.mark.parametrize("eos_id", [None, 7])
 @pytest.mark.parametrize("name", ODD)
 def test_the_kernels_of_a_cpu_change_a_model_by_rounding(name, eos_id, dtype, near):
