@@ -51,9 +51,9 @@ from pathlib import Path
 from configurator import UserError, changes, columns, folded, note, parse, run
 from hardware.disk import (
     LOCK,
+    Lock,
     atomic_write,
     json_bytes,
-    lock_file,
     remove_files,
     sealed,
     sync_and_rename,
@@ -120,20 +120,23 @@ def make_data_set(cfg: PrepareConfig) -> None:
             problem = "exists and is not a data set of prepare.py"
             raise UserError(f"{target} {problem}: move it away, or give another --name") from None
     scratch = target.with_name(f".{target.name}.tmp")  # on the same file system, for renames
-    lock = lock_file(scratch / LOCK, "wait for it, or give another --name")
+    lock = Lock(scratch / LOCK, "wait for it, or give another --name")
     new = scratch / "set"
     try:
         remove_files(new, FILES)  # of a killed run
         new.mkdir()
         meta = write_set(cfg, sources, skipped, new)
+        if not lock.is_held():
+            raise UserError(f"{scratch} was moved or deleted: run the same command again")
         text = f"\n{report.summary(meta, target)}\n{report.first_document(new, meta)}"
         replace(target, new, meta)
     except OSError as e:
         e.filename = e.filename or str(scratch)  # the error of a full disk has no name
         raise
     finally:
-        remove_files(new, FILES)
-        remove_files(scratch, [LOCK])
+        if lock.is_held():
+            remove_files(new, FILES)
+            remove_files(scratch, [LOCK])
         lock.release()
     print(folded(harmless(text), columns()))
     print(f"  made in {time.perf_counter() - started:.0f} s")

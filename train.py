@@ -208,12 +208,14 @@ def main() -> None:
     # ---- The run's folder: its records so far, the reports, and the checkpoints.
     records = []
     if machine.is_main:
+        if lock and not lock.is_held():
+            raise UserError(f"{folder} was moved or deleted before the first step: start again")
         if resumes:
             set_newer_aside(init_path)
         elif cfg.overwrite and lock:
             lock = replace_run(folder, lock)
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
-    report = Report(cfg, machine, plan, sets, progress, folder, records)
+    report = Report(cfg, machine, plan, sets, progress, folder, records, lock)
     files = shared_files(cfg, sets, tokenizer, model.config) if machine.is_main else {}
     saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report, progress.step)
 
@@ -304,16 +306,19 @@ def main() -> None:
 
     # ---- The end: a barrier, so that no rank ends before the last checkpoint is on the disk.
     machine.gather(None)
-    newest = newest_checkpoint(folder / "ckpt") if machine.is_main else None
+    newest = newest_checkpoint(saver.folder) if machine.is_main else None
     if newest:
         print0(f"checkpoint: {newest}")
     if dist.is_initialized():
         dist.destroy_process_group()
     if lock:
         lock.release()
-    goes_on = f"--init_from=resume continues from {newest}" if newest else "nothing was saved yet"
-    if saver.failed:
-        raise UserError(f"{saver.failed}; {goes_on}")
+    goes_on = "nothing was saved yet"
+    if newest:
+        name = saver.folder.parent.name
+        goes_on = f"--run_name={name} --init_from=resume continues from {newest}"
+    if problem := "; ".join(filter(None, (saver.lost, saver.failed))):
+        raise UserError(f"{problem}; {goes_on}")
     if progress.gives_up():
         problem = f"{progress.bad_in_a_row} steps in a row without a finite loss and gradient"
         advice = "lower lr, try dtype=float32, or read the texts of these steps; if the weights are"

@@ -6,24 +6,24 @@
     remove_files      delete files that are given by name, then the folder if it is empty
     sealed, unseal    a JSON object that contains the SHA-256 of its own content
     manifest          the size and SHA-256 of every file of a folder; damage() checks them
-    lock_file         only one process may write a folder
+    Lock              only one process may write a folder
 
 No function here deletes a file whose name it was not given. This module needs no torch, and only
 configurator.py of this project.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from configurator import UserError
 
@@ -36,6 +36,8 @@ POINTERS = {
     rb"/annex/objects/\w+-|[./]*\.git/annex/objects/": ("git-annex", "git annex get ."),
     rb"# xet version \d+\s+filesize": ("Git Xet", "git xet materialize ."),
 }
+# What flock says on a disk without locks: Lustre without flock, NFS without lockd, some FUSE disks.
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 # --------------------------------------------------------------------------------------------------
 # Writing
@@ -87,14 +89,19 @@ def sync_and_rename(temporary: Path, target: Path, aside: str = "") -> Path | No
     return old
 
 
+def free_path(path: Path) -> Path:
+    """Return the first of `path`, `path`2, `path`3, ... that does not exist."""
+    free = path
+    number = 1
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}{number}")
+    return free
+
+
 def set_aside(path: Path, name: str) -> Path:
     """Rename `path` to the first free name of `name`, `name`2, `name`3, ... Return the new path."""
-    new = path.with_name(name)
-    number = 1
-    while os.path.lexists(new):
-        number += 1
-        new = path.with_name(f"{name}{number}")
-    return path.rename(new)
+    return path.rename(free_path(path.with_name(name)))
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
@@ -233,15 +240,67 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 # One writer
 
 
-def lock_file(path: Path, advice: str) -> FileLock:
-    """Lock a file until release() or the end of this process. The file is created if needed.
+class Lock:
+    """The right of this process alone to write a folder, until release() or its end.
 
-    Raises UserError, which ends in `advice`, if another process holds the lock.
+    It is a lock on a file in the folder. On a disk without locks, the file names the process and
+    its computer instead: a process that is killed there leaves a file that says so.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, thread_local=False)
+
+    def __init__(self, path: Path, advice: str):
+        """Lock a file, which is created if needed.
+
+        Raises UserError, which ends in `advice`, if another process holds the lock.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no wait on a FIFO
+        self.file = os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path.parent}: another process is writing to it: {advice}") from None
+        except OSError as e:
+            if e.errno not in NO_LOCKS:
+                raise OSError(e.errno, e.strerror, str(path)) from None
+            self.sign(advice)
+        if not self.is_held():  # its last holder has just deleted it
+            raise UserError(f"{path.parent}: another process is writing to it: {advice}")
+
+    def sign(self, advice: str) -> None:
+        """Write this process into the file, unless the file names one that may still run.
+
+        Of two processes that do this at the same time, the first no longer holds the lock.
+        """
+        here = socket.gethostname()
+        pid, host = [*self.path.read_text(errors="replace").split("\n"), "", ""][:2]
+        was_here = host == here and re.fullmatch("[0-9]{1,9}", pid)
+        if pid and not (was_here and not is_running(int(pid))):
+            holder = f"process {pid} on {host} is writing to it, or was killed there: {advice}"
+            raise UserError(f"{self.path.parent}: {holder}; if it was killed, delete {self.path}")
+        atomic_write(self.path, f"{os.getpid()}\n{here}\n".encode())
+        self.file = open(self.path, "r+b", buffering=0)
+
+    def is_held(self) -> bool:
+        """Return whether the path still leads to the locked file.
+
+        It does not if the folder was moved or deleted: another process may write there now.
+        """
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+        except OSError as e:  # another error is one of the disk, which the next write will report
+            return e.errno not in (errno.ENOENT, errno.ENOTDIR)
+
+    def release(self) -> None:
+        with suppress(OSError):
+            self.file.truncate(0)  # the name of this process, on a disk without locks
+        self.file.close()
+
+
+def is_running(pid: int) -> bool:
+    """Return whether another process of this computer has this number."""
     try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise UserError(f"{path.parent}: another process is writing to it: {advice}") from None
-    return lock
+        os.kill(pid, 0)
+    except OSError as e:
+        return e.errno == errno.EPERM
+    return pid != os.getpid()  # a restarted container may give the number again

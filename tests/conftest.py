@@ -254,8 +254,8 @@ def end(run: Path, step: int = 8) -> dict[tuple, torch.Tensor]:
     return load_file(folder / "model.safetensors") | moments
 
 
-def same(run: Path, other: Path) -> bool:
-    a, b = end(run), end(other)
+def same(run: Path, other: Path, step: int = 8) -> bool:
+    a, b = end(run, step), end(other, step)
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 

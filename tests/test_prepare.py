@@ -9,7 +9,7 @@ from conftest import call, make_records, write_jsonl
 
 import prepare
 from configurator import UserError
-from hardware.disk import lock_file
+from hardware.disk import Lock
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.docstrings import documentation
 from text.formats import read_chunks
@@ -152,7 +152,7 @@ def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
 def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(40))
     scratch = tmp_path / "data" / ".set.tmp"
-    other = lock_file(scratch / ".lock", "wait")  # a running prepare.py holds this lock
+    other = Lock(scratch / ".lock", "wait")  # a running prepare.py holds this lock
     options = [f"--data_dir={tmp_path / 'data'}", "--name=set"]
     error = refuses(prepare.main, "--input", corpus, *options)
     assert str(scratch) in error and scratch.exists()

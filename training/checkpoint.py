@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 
 from configurator import UserError, note
 from hardware.disk import (
     LOCK,
     MANIFEST,
+    Lock,
     damage,
+    free_path,
     json_bytes,
-    lock_file,
     manifest,
     read_object,
     remove_files,
@@ -79,6 +79,7 @@ class Saver:
     report: Report
     step: int  # of the last checkpoint; at first the one that the run resumes, or 0
     failed: str = ""  # why the last checkpoint could not be written; "" if it was
+    lost: str = ""  # why `folder` is no longer that of the run
     writing: Future | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class Saver:
         This waits until the previous checkpoint is on the disk. Raises UserError, on all ranks, if
         a weight is not finite.
         """
-        if progress.step == self.step:
+        if progress.step == self.step and all(self.machine.gather(self.owns_folder())):
             return
         self.step = progress.step
         check_finite(model, self.machine, self.step)
@@ -120,16 +121,29 @@ class Saver:
         self.wait()
         self.pool.shutdown()
 
+    def owns_folder(self) -> bool:
+        """Return whether this run alone writes to `folder`."""
+        return bool(self.lost) or self.report.owns_folder()
+
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
         """Write a checkpoint, rename it, and report it.
+
+        If the folder of the run was moved or deleted, another run may have this name now. Then the
+        checkpoint goes to a new folder beside it, and the run ends.
 
         started: of the save, by time.perf_counter(). If the disk is full or fails, this prints a
         warning, and training continues: the earlier checkpoints are still there.
         """
+        run = self.folder.parent
+        if not self.owns_folder():
+            self.lost = f"{run} was moved, deleted or replaced while this run wrote to it"
+            run = free_path(run.with_name(f"{run.name}_moved"))
+            self.folder = run / "ckpt"
         target = self.folder / f"step_{state['step']:08d}"
         temporary = target.with_name(f".tmp_{target.name}")
         try:
-            temporary.mkdir(parents=True)
+            self.folder.mkdir(parents=bool(self.lost), exist_ok=True)
+            temporary.mkdir()
             save_weights(architecture_of(self.config), self.config, weights, temporary)
             for name, content in self.files.items():
                 (temporary / name).write_bytes(content)
@@ -141,8 +155,12 @@ class Saver:
             sync_and_rename(temporary, target)
         except (OSError, RuntimeError, MemoryError) as e:  # torch.save() wraps an OSError
             with suppress(OSError):
-                remove_files(temporary, CHECKPOINT_FILES)
-            reason = getattr(e.__context__ or e, "strerror", None) or e
+                if self.owns_folder():
+                    remove_files(temporary, CHECKPOINT_FILES)
+            cause = e.__context__ or e
+            reason = getattr(cause, "strerror", None) or e
+            if name := getattr(cause, "filename", None):
+                reason = f"{name}: {reason}"
             self.failed = f"{target} could not be written ({reason})"
             self.machine.print0(f"warning: {self.failed}; training continues")
             return
@@ -167,7 +185,8 @@ class Saver:
         others = [path for path in others if step_of(path) != best_step]
         for path in others[self.keep :]:
             try:
-                delete_checkpoint(path)
+                if self.owns_folder():
+                    delete_checkpoint(path)
             except (OSError, ValueError) as e:
                 self.machine.print0(f"warning: {path} could not be deleted ({e})")
 
@@ -247,22 +266,24 @@ def shared_files(
 # The folder of a run
 
 
-def lock_run(folder: Path) -> FileLock:
+def lock_run(folder: Path) -> Lock:
     """Lock out/RUN until the lock is released, and remove what a killed process left there.
 
-    Raises UserError if another process holds the lock, or if ckpt is a link: it may lead to the
-    checkpoints of another run, which would be pruned.
+    Raises UserError if another process holds the lock, if the path is no folder, or if ckpt is a
+    link: it may lead to the checkpoints of another run, which would be pruned.
     """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: move it away, or choose another --run_name")
     if (folder / "ckpt").is_symlink():
         raise UserError(f"{folder / 'ckpt'} is a link: link out/RUN or out instead")
     advice = "stop it, and the workers of a killed torchrun, or choose another --run_name"
-    lock = lock_file(folder / LOCK, advice)
+    lock = Lock(folder / LOCK, advice)
     for temporary in folder.glob("ckpt/.tmp_step_*"):
         remove_files(temporary, CHECKPOINT_FILES)
     return lock
 
 
-def replace_run(folder: Path, lock: FileLock) -> FileLock:
+def replace_run(folder: Path, lock: Lock) -> Lock:
     """Rename an earlier run to RUN.old, and return the lock of a new folder RUN."""
     if not holds_files(folder):
         return lock

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import torch
 from torch.amp import GradScaler
 
 from configurator import note
-from hardware.disk import set_aside
+from hardware.disk import Lock, set_aside
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, is_terminal, quoted
 from model import GPTConfig
@@ -55,6 +56,8 @@ class Report:
     progress: Progress
     folder: Path  # of the run
     records: InitVar[list[dict]]  # the first records of metrics.jsonl
+    lock: Lock | None = None  # of the folder, on rank 0
+    moved: bool = False  # whether the folder is no longer that of the run
 
     def __post_init__(self, records: list[dict]):
         self.drawing: subprocess.Popen | None = None
@@ -229,6 +232,13 @@ class Report:
         record = dict(step=step, saved=path.name, save_s=seconds)
         self.write(record, f"saved {path} in {seconds:.1f} s")
 
+    def owns_folder(self) -> bool:
+        """Return whether the folder is still that of this run. If it is not, the run is to end."""
+        if self.lock and not self.moved and not self.lock.is_held():
+            self.moved = True
+            os.kill(os.getpid(), signal.SIGTERM)  # all ranks finish the step, and the run is saved
+        return not self.moved
+
     def write(self, record: dict, line: str = "") -> None:
         """Report one event: a record for programs, and a line for people."""
         if not self.machine.is_main:
@@ -236,6 +246,7 @@ class Report:
         with self.mutex:
             if self.file.closed:
                 return
+            self.owns_folder()  # the file itself is ours, wherever it was moved
             try:
                 print(json.dumps(record), file=self.file, flush=True)
             except OSError as e:
@@ -250,7 +261,7 @@ class Report:
 
     def draw(self) -> None:
         """Start to draw loss.png, unless an earlier drawing is still running."""
-        if not self.machine.is_main or self.cfg.tracker == "off":
+        if not self.machine.is_main or self.cfg.tracker == "off" or not self.owns_folder():
             return
         if self.drawing and self.drawing.poll() is None:
             return
@@ -271,7 +282,7 @@ class Report:
             return
         end = time.monotonic() + END_SECONDS
         self.numbers.put({})
-        if self.progress.losses and self.cfg.tracker != "off":
+        if self.progress.losses and self.cfg.tracker != "off" and not self.moved:
             self.wait_for_drawing(end)
             self.draw()
             self.wait_for_drawing(end)

@@ -1,11 +1,14 @@
 """A run is never lost, and nothing that train.py did not write is ever deleted."""
 
+import errno
+import fcntl
 import json
 import math
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +31,12 @@ from conftest import (
     training,
 )
 from safetensors.torch import load_file, save_file
-from test_faults import ENDLESS, poison, steps_in
+from test_faults import ENDLESS, launch, poison, steps_in
 
 import prepare
 import sample
 import train
+from configurator import UserError
 from hardware.disk import damage, remove_files
 from model import GPT
 from plot import read_run
@@ -167,6 +171,120 @@ def test_a_run_has_one_writer(copied, trains, tmp_path, refuses, more):
     assert visible(copied) == files
     lock.release()
     trains("--init_from=resume")
+
+
+NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+def test_without_locks_a_file_names_the_one_writer(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "no locks here")))
+    path = tmp_path / "run" / ".lock"
+    here = socket.gethostname()
+
+    def refused(holder: str) -> str:
+        path.write_text(holder)
+        with pytest.raises(UserError) as error:
+            lock_run(path.parent)
+        assert path.read_text() == holder
+        return str(error.value)
+
+    lock_run(path.parent).release()
+    assert all(word in refused("1234\nnode7\n") for word in ("1234", "node7", f"delete {path}"))
+    refused(f"{os.getppid()}\n{here}\n")  # it is running
+    refused("999999999999999\n")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    path.write_text(f"{ended.pid}\n{here}\n")
+    first = lock_run(path.parent)
+    assert first.is_held() and path.read_text() == f"{os.getpid()}\n{here}\n"
+    second = lock_run(path.parent)  # as if it had looked at the same time
+    assert second.is_held() and not first.is_held()
+
+
+def test_a_lock_that_fails_names_its_file(tmp_path, monkeypatch, trains, refuses):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+    assert f"{tmp_path}/run/.lock: I/O error" in refuses(trains)
+
+
+@pytest.mark.parametrize("what", ["file", "dangling link"])
+def test_a_run_s_name_that_is_no_folder_is_refused(tmp_path, trains, refuses, what):
+    run = tmp_path / "run"
+    run.write_text("precious") if what == "file" else run.symlink_to(tmp_path / "nowhere")
+    error = refuses(lambda: trains("--overwrite"))
+    assert f"{run} is not a folder" in error and "--run_name" in error
+
+
+def test_a_folder_in_the_way_of_a_save_is_named(trains, tmp_path, refuses):
+    in_the_way = tmp_path / "run" / "ckpt" / ".tmp_step_00000008"
+    files = put(in_the_way, "x")
+    assert f"{in_the_way}: File exists" in refuses(lambda: trains("--save_every=100"))
+    assert visible(in_the_way) == files
+
+
+def moved(run: Path, other: Path) -> None:
+    run.rename(run.with_name("elsewhere"))
+
+
+def deleted(run: Path, other: Path) -> None:
+    shutil.rmtree(run)
+
+
+def unlocked(run: Path, other: Path) -> None:
+    (run / ".lock").unlink()
+
+
+def replaced(run: Path, other: Path) -> None:
+    moved(run, other)
+    shutil.copytree(other, run)
+    lock_run(run).release()
+
+
+@pytest.mark.parametrize("at", [6, 8], ids=["within", "at the last step"])
+@pytest.mark.parametrize("change", [moved, deleted, unlocked, replaced])
+def test_a_run_writes_no_folder_but_its_own(
+    finished, trains, tmp_path, monkeypatch, refuses, change, at
+):
+    """What it holds is saved beside the folder, and can go on."""
+    run = tmp_path / "run"
+    put(tmp_path / "run_moved", "precious")
+    straight = trains("--keep=1", "--max_steps=12").rename(tmp_path / "straight")
+
+    def interrupt(loss):
+        change(run, finished)
+        return loss
+
+    with monkeypatch.context() as patch:
+        poison(patch, 2 * at - 2, change=interrupt)
+        error = refuses(lambda: trains("--keep=1", "--max_steps=12"))
+    assert "--run_name=run_moved2" in error
+    if change is replaced:
+        assert visible(run) == visible(finished)
+    assert not run.exists() or change in (replaced, unlocked)
+    assert saved(tmp_path / "run_moved2").name == f"step_0000000{at}"
+    trains("--run_name=run_moved2", "--init_from=resume", "--max_steps=12")
+    assert same(tmp_path / "run_moved2", straight, 12)
+
+
+@pytest.mark.slow
+def test_all_ranks_end_when_the_folder_is_moved(tiny_data, tmp_path):
+    process = launch(2, tiny_data, tmp_path, *ENDLESS)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and err.count("error: ") == 1 and "Traceback" not in err
+    assert not damage(saved(tmp_path / "run_moved")) and not (tmp_path / "run").exists()
+
+
+def test_a_signal_whose_save_finds_the_folder_gone_is_saved(trains, tmp_path, monkeypatch, refuses):
+    def interrupt(loss):
+        os.kill(os.getpid(), signal.SIGTERM)
+        moved(tmp_path / "run", tmp_path)
+        return loss
+
+    poison(monkeypatch, 10, change=interrupt)
+    assert "run_moved" in refuses(trains)
+    assert saved(tmp_path / "run_moved").name == "step_00000005"
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
