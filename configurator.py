@@ -17,6 +17,7 @@ assignments; a later file overrides an earlier one. Options are written as `--ke
 code 2.
 """
 
+import atexit
 import dataclasses
 import difflib
 import errno
@@ -31,6 +32,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 import time
 import traceback
 import types
@@ -39,6 +41,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from decimal import Decimal
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, Literal
 
@@ -54,22 +57,81 @@ class UserError(Exception):
 def note(text: str) -> None:
     """Print a note for the user on stderr, from rank 0 only. The program continues."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {text}", file=sys.stderr)
+        print(f"note: {one_line(text)}", file=sys.stderr)
 
 
-class Unfailing:
-    """A stream that drops output that cannot be written, such as after the end of `| tee log`."""
+def harmless(text: str) -> str:
+    """Return a text with U+FFFD for what moves the cursor, or changes colours or the direction.
 
-    def __init__(self, stream: Any):
-        self.stream = stream or open(os.devnull, "w")  # None: it was closed at the start
+    Carriage returns are dropped: texts from Windows have one at the end of each line.
+    """
+    harmful = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+    return re.sub(harmful, "\ufffd", text.replace("\r", ""))
+
+
+def one_line(text: str) -> str:
+    """Return a message as one harmless line: it may quote a downloaded file, or its name."""
+    return harmless(text).replace("\n", " ")
+
+
+class Output:
+    """A stream that a thread writes, so that a reader who stops reading stops nothing else.
+
+    A pipe that is full, or a terminal after Ctrl-S, takes no text. Up to LIMIT lines then wait, and
+    the next ones are dropped. What cannot be written at all, such as after the end of `| tee log`,
+    is dropped too.
+    """
+
+    LIMIT = 20_000
+    mutex = threading.RLock()  # several threads print, and the handler of a signal
+
+    def __init__(self, stream: Any, other: "Output | None" = None):
+        """other: a stream that may lead to the same file. Then the order of their lines stays."""
+        self.stream: Any = stream or open(os.devnull, "w")  # None: it was closed at the start
+        self.line = ""  # not complete yet: whole lines are written, since processes share a log
+        self.dropped = 0
+        self.queue: SimpleQueue[Callable] = SimpleQueue()
+        if other and os.path.sameopenfile(self.stream.fileno(), other.stream.fileno()):
+            self.queue = other.queue
+        else:
+            threading.Thread(target=self.work, daemon=True).start()
+        atexit.register(self.finish)
 
     def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            self.stream.write(text)
+        with self.mutex:
+            self.line += text
+            if "\n" in text:
+                self.flush()
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self.stream.flush()
+        with self.mutex:
+            text, self.line = self.line, ""
+            if text and self.queue.qsize() >= self.LIMIT:
+                self.dropped += 1
+            elif text:
+                if self.dropped:
+                    text = f"note: nobody read {self.dropped} lines, which are left out\n{text}"
+                self.dropped = 0
+                self.queue.put(functools.partial(self.send, text))
+
+    def work(self) -> None:
+        while True:
+            with suppress(OSError, ValueError):
+                self.queue.get()()
+
+    def send(self, text: str) -> None:
+        data = text.encode(self.stream.encoding, self.stream.errors)
+        while data:  # not stream.write(): Python could not end while that waits
+            data = data[os.write(self.stream.fileno(), data) :]
+
+    def finish(self) -> None:
+        """Wait until all lines are written, unless nothing was read for three seconds."""
+        self.flush()
+        written = threading.Event()
+        self.queue.put(written.set)
+        left = math.inf
+        while not written.wait(3) and self.queue.qsize() < left:
+            left = self.queue.qsize()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -81,15 +143,15 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     An unexpected exception, which is a bug, keeps its traceback.
 
     needs_output: False for a script whose results are files. It continues when its output can no
-    longer be written, for example because the terminal was closed.
+    longer be written, because the terminal was closed, or when nobody reads it.
     """
     # A terminal may lack a character: print ? instead. Pasted bytes may not be UTF-8.
     for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
-    if not needs_output:
-        sys.stdout = Unfailing(sys.stdout)
-        sys.stderr = Unfailing(sys.stderr)
+    if not needs_output and isinstance(sys.stdout, io.TextIOWrapper | None):  # not in Jupyter
+        sys.stdout = Output(sys.stdout)
+        sys.stderr = Output(sys.stderr, sys.stdout)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # for the imports of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -117,7 +179,7 @@ def end(problem: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
         problem = f"rank {os.environ['RANK']}: {problem}"
-    print(f"error: {problem}", file=sys.stderr)
+    print(f"error: {one_line(problem)}", file=sys.stderr)
     sys.exit(2)
 
 

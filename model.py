@@ -645,6 +645,8 @@ def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
     """
     if temperature < 1e-5:  # 0, or so low that logits / temperature may overflow
         return logits.argmax(dim=-1)
+    # The sums of V small numbers need fp64, which mps does not have.
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64
     ids = None  # the token of each column; None: column i is token i
     if 0 < top_k < logits.size(-1):
         logits, ids = logits.topk(top_k)  # (B, top_k) each, the likeliest first
@@ -652,13 +654,18 @@ def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
     if ids is None and top_p < 1.0:
         # The 1,024 likeliest nearly always reach top_p. Sorting all V takes six times as long.
         likeliest = probs.topk(min(1024, probs.size(-1)))
-        enough = (likeliest.values.sum(-1) >= top_p).all()
-        probs, ids = likeliest if enough else probs.sort(descending=True)
+        enough = likeliest.values.sum(-1, dtype=exact) >= top_p  # (B,)
+        if enough.all():
+            probs, ids = likeliest
+        else:
+            probs, ids = probs.sort(descending=True)
+            # topk and sort order equal numbers differently. A row that has enough keeps the order
+            # of topk, so that its token does not depend on other rows.
+            count = likeliest.indices.size(1)
+            probs[enough, :count], ids[enough, :count] = likeliest[0][enough], likeliest[1][enough]
 
     # Draw a number from [0, mass) and choose the first column whose cumulative sum is above it. On
     # a CPU, torch.multinomial takes several times as long (bench/LOG.md).
-    # The sums of V small numbers need fp64, which mps does not have.
-    exact = torch.float32 if logits.device.type == "mps" else torch.float64
     sums = probs.cumsum(-1, dtype=exact)  # (B, columns)
     mass = sums[:, -1:]  # (B, 1)
     if top_p < 1.0:

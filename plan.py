@@ -13,8 +13,12 @@ read `eta` in the log of train.py.
 """
 
 import re
+import signal
 from dataclasses import dataclass, replace
 from itertools import product
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is loaded, until run()
 
 import torch
 

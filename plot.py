@@ -14,11 +14,15 @@ n-gram baselines of the data (docs/results.md, "What a normal loss is").
 
 import io
 import math
+import signal
 import textwrap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while numpy is loaded, until run()
 
 import numpy as np
 

@@ -43,12 +43,16 @@ deleted: it becomes data/NAME.old. Neither are files that others have put into i
 
 import os
 import re
+import signal
 import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from configurator import UserError, changes, columns, folded, note, parse, run
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while numpy is loaded, until run()
+
+from configurator import UserError, changes, columns, folded, harmless, note, parse, run
 from hardware.disk import (
     LOCK,
     Lock,
@@ -59,7 +63,6 @@ from hardware.disk import (
     sync_and_rename,
     unseal,
 )
-from hardware.terminal import harmless
 from text import nanogpt, report
 from text.baselines import ngram_losses
 from text.dataset import files_of, open_dataset, verify

@@ -34,6 +34,7 @@ a small model, since its unlikely tokens are noise; try 0.8 or 1 for a large one
 
 import codecs
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -44,13 +45,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is loaded, until run()
+
 import torch
 
-from configurator import UserError, note, option, parse, run
+from configurator import UserError, harmless, note, one_line, option, parse, run
 from hardware.decoding import record_decoding
 from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
-from hardware.terminal import harmless, plural
+from hardware.terminal import plural
 from model import GPT, KVCache
 from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
@@ -484,7 +488,7 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
         except UserError as e:
             if not is_typed:
                 raise
-            print(f"error: {e}", file=sys.stderr)
+            print(f"error: {one_line(str(e))}", file=sys.stderr)
             failed = True
     if failed and not sys.stdin.isatty():  # tell a script that an answer is missing
         sys.exit(1)

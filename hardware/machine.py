@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from configurator import UserError
+from configurator import UserError, harmless
 from hardware.terminal import ProgressBar
 
 # The longest that a rank waits for the others in the training loop, where one of them may write a
@@ -50,7 +50,7 @@ class Machine:
     def print0(self, text: str) -> None:
         """Print a line, on rank 0 only. A progress bar stays below it."""
         if self.is_main:
-            ProgressBar.write(text)
+            ProgressBar.write(harmless(text))
             sys.stdout.flush()
 
     def broadcast(self, value: Any) -> Any:
@@ -312,16 +312,15 @@ def stop_signals() -> Iterator[list[int]]:
     caught: list[int] = []
 
     def catch(number: int, frame) -> None:
-        again = len(caught) > 0 and number == signal.SIGINT
+        if caught and number == signal.SIGINT:
+            os._exit(128 + number)
         caught.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # a step may take long
-            text = b"\nthe run will be saved and end"
+            text = "\nthe run will be saved and end"
             if "RANK" not in os.environ:  # torchrun forwards the first one only
-                text += b"; press Ctrl-C again to end it at once, unsaved"
+                text += "; press Ctrl-C again to end it at once, unsaved"
             with suppress(OSError):  # in `train.py 2>&1 | tee log`, Ctrl-C has ended tee, too
-                os.write(2, b"\n" if again else text + b"\n")
-        if again:
-            os._exit(128 + number)
+                print(text, file=sys.stderr, flush=True)
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:

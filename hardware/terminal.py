@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from configurator import folded
+from configurator import folded, harmless
 
 
 class ProgressBar(tqdm):
@@ -46,15 +46,6 @@ def is_terminal() -> bool:
 def plural(n: int, noun: str) -> str:
     """Return `1 document`, or `2 documents`."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
-
-
-def harmless(text: str) -> str:
-    """Return a text with U+FFFD for what moves the cursor, or changes colours or the direction.
-
-    Carriage returns are dropped: texts from Windows have one at the end of each line.
-    """
-    harmful = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-    return re.sub(harmful, "\ufffd", text.replace("\r", ""))
 
 
 def quoted(text: str) -> str:

@@ -1,4 +1,6 @@
 import dataclasses
+import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -10,11 +12,12 @@ import pytest
 from conftest import REPO, call
 
 import bench.prepare
+import configurator
 import plot
 import prepare
 import sample
 import train
-from configurator import UserError, changes, grouped, help_text, option, parse
+from configurator import Output, UserError, changes, grouped, help_text, option, parse
 from model import GPTConfig
 from sample import SampleConfig
 from text.settings import PrepareConfig
@@ -213,3 +216,47 @@ def test_each_translated_name_leads_to_a_setting():
         name = here.split(",")[0].split("=")[0]
         is_text = here in ("chosen automatically", "not needed", "sample.py --eval")
         assert is_text or name in TrainConfig.__dataclass_fields__, here
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """A stream into a pipe of 4,096 bytes that nobody reads yet, and the pipe's other end."""
+    receive, send = os.pipe()
+    fcntl.fcntl(send, fcntl.F_SETPIPE_SZ, 4096)
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    stream = open(send, "w", encoding="utf-8")  # noqa: SIM115
+    yield Output(stream), os.fdopen(receive, encoding="utf-8")
+    stream.close()
+
+
+def test_output_that_nobody_reads_waits_in_order_and_stops_nothing(unread):
+    output, reader = unread
+    lines = [f"line {n} 模型\n" for n in range(2000)]
+    for line in lines:
+        print(line, end="", file=output)
+    print("and a part", end="", file=output, flush=True)
+    assert [reader.readline() for _ in lines] == lines and reader.read(10) == "and a part"
+
+
+def test_output_beyond_the_limit_is_counted(unread, monkeypatch):
+    output, reader = unread
+    monkeypatch.setattr(Output, "LIMIT", 10)
+    line = "x" * 4095 + "\n"
+    for _ in range(30):
+        output.write(line)
+    assert output.dropped >= 30 - 10 - 3
+    dropped = output.dropped
+    for _ in range(30 - dropped):
+        assert reader.readline() == line
+    output.write("again\n")
+    assert str(dropped) in reader.readline() and reader.readline() == "again\n"
+
+
+def test_a_message_is_one_line_that_cannot_move_the_cursor(refuses, capsys):
+    def main():
+        configurator.note("a \x1b]0;note\x07")
+        raise UserError("b \x1b[31m\nc\u202ed")
+
+    assert refuses(main) == "error: b \ufffd[31m c\ufffdd"
+    configurator.note("d \x1b\ne")
+    assert capsys.readouterr().err == "note: d \ufffd e\n"

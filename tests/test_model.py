@@ -333,6 +333,23 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
     assert (sample_token(logits, 0.0) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", [{"top_p": 0.95}, {"top_p": 1.0}, {"top_k": 50}])
+def test_the_token_of_a_row_does_not_depend_on_other_rows(dtype, how):
+    """Many probabilities are equal, and some rows need more than the 1,024 likeliest tokens."""
+    torch.manual_seed(0)
+    scale = torch.linspace(0, 6, 60)[:, None]
+    rows = (torch.randn(60, 4000) * scale).round(decimals=1).to(dtype)
+
+    def drawn(rows: torch.Tensor) -> int:
+        torch.manual_seed(7)
+        return int(sample_token(rows, 1.0, **how)[0])
+
+    alone = [drawn(row[None]) for row in rows]
+    assert alone == [drawn(torch.stack((row, rows[0], rows[-1]))) for row in rows]
+    assert len(set(alone)) > 20
+
+
 # -- the kernels of hardware/kernels.py --
 
 

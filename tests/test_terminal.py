@@ -1,6 +1,7 @@
 """What a run looks like in a terminal, and where there is none."""
 
 import io
+import os
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from configurator import help_text
 from hardware.terminal import quoted
 from training.settings import TrainConfig
 
+INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 BAR = re.compile(r"(\S+)[^|\n]* +\d+% \|.{16}\| eta [^|\n]*")
 
 
@@ -111,12 +113,16 @@ def test_a_sample_cannot_be_taken_for_the_log_or_move_the_cursor():
     assert max(map(width, quoted("字" * 80).splitlines())) <= 80
 
 
-def test_ctrl_c_while_torch_is_loaded_leaves_no_traceback(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    command = [sys.executable, "train.py", "--help"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train", "prepare", "sample", "plan", "plot"])
+def test_ctrl_c_while_a_command_imports_leaves_no_traceback(tmp_path, script):
+    """It comes while the first module of this project is imported, after configurator."""
+    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    (tmp_path / "numpy.py").write_text(INTERRUPTED)  # plot.py and prepare.py import it first
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(REPO / f"{script}.py"), "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("", -signal.SIGINT)
 
 
 @pytest.mark.slow

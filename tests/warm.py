@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, CompletedProcess, TimeoutExpired
 
@@ -122,10 +123,17 @@ def execute(argv: list, env: dict, cwd: str, alone: bool, paths: list[str], repo
     report.close()
     if sys.argv[:2] == TORCHRUN:
         ranks()
-    if sys.argv[0] == "-c":
-        exec(sys.argv.pop(1), {"__name__": "__main__"})
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        if sys.argv[0] == "-c":
+            exec(sys.argv.pop(1), {"__name__": "__main__"})
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        for stream in (sys.stdout, sys.stderr):  # atexit does not run at the end of such a process
+            getattr(stream, "finish", stream.flush)()
 
 
 def set_environment(env: dict[str, str]) -> None:

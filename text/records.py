@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from json import JSONDecodeError
 from typing import Any, NamedTuple
 
-from configurator import UserError
-from hardware.terminal import harmless
+from configurator import UserError, harmless
 from text.chat import chatml, is_refused, turns_of, without_flags
 from text.docstrings import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, characters, limited

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hardware.terminal import harmless
+from configurator import harmless
 from text.chat import FLAGS, NO, ROLES, YES
 from text.settings import FIELD
 

@@ -541,6 +541,21 @@ def test_a_training_needs_no_output(tiny_data, tmp_path, streams):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_whose_output_nobody_reads_goes_on_and_is_saved(tiny_data, tmp_path, number):
+    argv = training(1, tiny_data, tmp_path, *ENDLESS)
+    receive, send = os.pipe()
+    fcntl.fcntl(send, fcntl.F_SETPIPE_SZ, 4096)  # about 20 lines
+    process = subprocess.Popen(argv, stdout=send, stderr=send)
+    os.close(send)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 100)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number and saved(tmp_path / "run")
+    with open(receive) as reader:
+        assert "step 1/" in reader.read()
+
+
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(tiny_data, tmp_path):
     argv = ["nohup", *training(1, tiny_data, tmp_path, "--max_steps=60")]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
