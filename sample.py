@@ -52,6 +52,7 @@ import torch
 
 from configurator import UserError, harmless, note, one_line, option, parse, run
 from hardware.decoding import record_decoding
+from hardware.disk import MANIFEST
 from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
@@ -61,7 +62,7 @@ from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, ve
 from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import losses_of, newest_checkpoint, newest_run
-from training.evaluate import evaluate
+from training.evaluate import evaluate, note_unknown
 from training.huggingface import NANOGPT, from_pretrained, unverified
 from training.report import perplexity_and_bits
 
@@ -171,10 +172,27 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
 def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     """Return the folder of the model, its description, the model on the CPU, and its tokenizer.
 
+    A run that trains may delete a checkpoint while it is opened: then the next one is opened.
+    """
+    while True:
+        folder, label = find_checkpoint(cfg)
+        try:
+            model, tokenizer = read_model(folder, cfg)
+            break
+        except Exception:
+            is_deleted = folder.parent.name == "ckpt" and not (folder / MANIFEST).exists()
+            if not is_deleted or folder == Path(cfg.ckpt):
+                raise
+    size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
+    return folder, ", ".join(filter(None, [label, size, unverified(folder)])), model, tokenizer
+
+
+def read_model(folder: Path, cfg: SampleConfig) -> tuple[GPT, Tokenizer]:
+    """Return the model of a folder, on the CPU, and its tokenizer.
+
     The tokenizer is the model's own, or that of --tokenizer, or that of --eval. Raises UserError if
     there is none, if it has more tokens than the model, or if two of them make other ids.
     """
-    folder, label = find_checkpoint(cfg)
     model = from_pretrained(folder)
     own_tokenizer = tokenizer_of_model(folder)
     found = [(str(folder), own_tokenizer)] if own_tokenizer else []
@@ -195,8 +213,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
         raise UserError(f"{folder}: the model has {sizes}")
     if first.startswith("--eval"):
         note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
-    size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
-    return folder, ", ".join(filter(None, [label, size, unverified(folder)])), model, tokenizer
+    return model, tokenizer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -217,9 +234,7 @@ def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         ids = tokenizer.encode(text).tolist()
     except ValueError as e:
         raise UserError(f"the prompt cannot be encoded: {e}") from None
-    if tokenizer.unk_id in ids:
-        unknown = [c for c in sorted(set(text)) if tokenizer.unk_id in tokenizer.encode(c)]
-        note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
+    note_unknown(text, tokenizer)
     return text, ids
 
 

@@ -5,8 +5,10 @@ run() of configurator.py prints: no rank needs to ask the others whether they fa
 """
 
 import ctypes
+import math
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -29,6 +31,7 @@ LONGEST_WAIT = timedelta(minutes=30)
 # Bytes that CUDA's context takes with its libraries. This is a published figure for a 6B model; it
 # was not measured for this project.
 CONTEXT = 1.3e9
+LATER_LIBRARIES = 0.3e9  # bytes of addresses that torch takes after the start
 
 
 @dataclass(frozen=True)
@@ -441,4 +444,16 @@ def memory_capacity(device: torch.device) -> float:
         free, total = torch.cuda.mem_get_info(device)
         return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run, on this computer
-    return available_memory() / processes + own_memory()
+    return min(available_memory() / processes, address_space()) + own_memory()
+
+
+def address_space() -> float:
+    """Return the bytes of addresses that this process may still take: `ulimit -v`, on login nodes.
+
+    A part is left for the libraries that torch loads later.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    size = re.search(r"VmSize:\s+(\d+) kB", read_or_empty("/proc/self/status"))
+    if limit == resource.RLIM_INFINITY or not size:
+        return math.inf
+    return max(0, limit - 1024 * int(size[1]) - LATER_LIBRARIES)

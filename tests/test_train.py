@@ -30,7 +30,7 @@ from training import banner
 from training.batches import read_ahead, to_batch
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
-from training.parallel import compiler_errors
+from training.parallel import compiler_errors, separate_cache
 from training.plan import lr_at, make_plan
 from training.settings import TrainConfig, model_config
 
@@ -291,13 +291,23 @@ def test_every_preset_trains_in_bf16(tiny_data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
 @pytest.mark.parametrize("recompute", ["none", "blocks"])  # blocks: they are compiled one by one
-def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys, recompute):
+def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys, monkeypatch, recompute):
+    """All is compiled before the first step: a signal within the run does not wait for that."""
+    compile_now, graphs = train.compile_now, torch._dynamo.utils.counters["stats"]
+    before = []
+
+    def counted(*args) -> None:
+        compile_now(*args)
+        before.append(graphs["unique_graphs"])
+
+    monkeypatch.setattr(train, "compile_now", counted)
     options = ["--max_steps=4", "--n_layer=1", f"--recompute={recompute}"]
     eager = train_tiny(tiny_data, tmp_path / "eager", *options)
     compiled = train_tiny(tiny_data, tmp_path / "compiled", *options, "--compile")
     assert "compiled in" in capsys.readouterr().out
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
+    assert before == [graphs["unique_graphs"]] and before[0] > 0
 
 
 @pytest.mark.slow
@@ -319,6 +329,16 @@ def test_a_resume_says_that_the_code_has_changed(tiny_data, tmp_path, capsys, mo
         monkeypatch.setattr(train, "code_sha256", lambda code=code: code)
         train_tiny(tiny_data, tmp_path, f"--max_steps={steps}", "--init_from=auto")
         assert ("code has changed" in capsys.readouterr().out) == is_said
+
+
+def test_code_that_was_compiled_for_one_cpu_is_not_run_on_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for capability in ("AVX2", "AVX512", "AVX512"):
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda name=capability: name)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        for _ in range(2):
+            separate_cache()
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / capability)
 
 
 def test_what_a_stopped_compilation_left_empty_is_deleted(tmp_path, refuses, monkeypatch):

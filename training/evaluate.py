@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, note
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
@@ -64,7 +64,15 @@ def prompt_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> list[int]:
         raise UserError(f"sample_prompt cannot be encoded: {e}") from None
     if len(ids) > (T := cfg.block_size):
         raise UserError(f"sample_prompt has {len(ids)} tokens, block_size is {T}: shorten it")
+    note_unknown(cfg.sample_prompt, tokenizer)
     return ids or [tokenizer.eos_id]
+
+
+def note_unknown(prompt: str, tokenizer: Tokenizer) -> None:
+    """Print a note if the tokenizer has no token for some characters of a prompt."""
+    if tokenizer.unk_id in tokenizer.encode(prompt):
+        unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
+        note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
 
 
 def val_hashes(sets: list[DataSet]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Run the model on several processes, compiled or not, with a batch size that fits."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -135,6 +136,8 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> torc
     """Return the model as it runs: under torchrun in DDP or Shards, and compiled if wanted."""
     for block in model.blocks:
         block.recompute = cfg.recompute == "blocks"
+    if compiled and machine.device.type == "cpu":
+        separate_cache()
     compiles_blocks = cfg.recompute != "none" or is_sharded_run(cfg, machine)
     if compiled and compiles_blocks:
         compile_blocks(model)
@@ -151,6 +154,19 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> torc
     # DDP is wrapped before compiling, so that communication overlaps the backward pass.
     # pyrefly: ignore[bad-return] torch.compile returns a module, but its annotation a function.
     return torch.compile(forward, dynamic=False) if compiled and not compiles_blocks else forward
+
+
+def separate_cache() -> None:
+    """Give the cache of torch.compile a folder for each instruction set, such as AVX2.
+
+    torch 2.13 would load code from it that was compiled for another CPU, which may compute garbage:
+    the cache may be on a disk of several computers.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder, capability = Path(cache_dir()), torch.backends.cpu.get_cpu_capability()
+    if folder.name != capability:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / capability)
 
 
 def remove_empty_libraries(message: str) -> list[Path]:
@@ -200,13 +216,13 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
     with compiler_errors():
         with autocast(machine):
             forward(*batch).backward()
-        if machine.device.type == "cuda":
-            # Evaluation, with and without separate documents: better now than in step eval_every.
-            forward.eval()
-            with torch.no_grad(), autocast(machine):
-                for document_eos in (None, eos_id):
-                    forward(batch.x, batch.y, eos_id=document_eos, reduction="sum")
-            forward.train()
+        # Evaluation, with and without separate documents: better now than in step eval_every, where
+        # a signal would wait for the compiler.
+        forward.eval()
+        with torch.no_grad(), autocast(machine):
+            for document_eos in (None, eos_id):
+                forward(batch.x, batch.y, eos_id=document_eos, reduction="sum")
+        forward.train()
         machine.synchronize()
     forward.zero_grad(set_to_none=True)
     machine.print0(f"compiled in {time.perf_counter() - start:.1f} s")

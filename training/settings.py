@@ -114,7 +114,7 @@ class TrainConfig:
         choices=tuple(PRESETS),
         group="Model",
     )
-    n_layer: int = option(12, "number of blocks", above=0)
+    n_layer: int = option(12, "number of blocks", above=0, maximum=1000)
     n_head: int = option(12, "number of query heads", above=0)
     n_kv_head: int = option(0, "number of key/value heads; 0: n_head", minimum=0)
     n_embd: int = option(768, "width of the residual stream", above=0)
