@@ -13,7 +13,6 @@ n-gram baselines of the data (docs/results.md, "What a normal loss is").
 """
 
 import io
-import math
 import signal
 import textwrap
 import warnings
@@ -122,13 +121,14 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     """
     path = folder / "metrics.jsonl"
     points: dict[str, list[tuple[int, float]]] = {}  # key -> steps and values
-    start: dict[str, Any] = {"settings": {}, "landmarks": {}}
-    records = read_metrics(path)
+    start: dict[str, Any] = {}
+    # Somebody may have edited the file: what is of no use here is left out.
+    records = [usable(record) for record in read_metrics(path) if is_number(record["step"])]
     for record in records:
         if "settings" in record:
             start |= record
         for key, value in record.items():
-            if isinstance(value, int | float) and math.isfinite(value):
+            if is_number(value):
                 points.setdefault(key, []).append((record["step"], value))
     curves = {key: np.array(pairs, float).T for key, pairs in points.items()}
     if "loss" not in curves and "val_loss" not in curves:
@@ -136,13 +136,15 @@ def read_run(folder: Path, x: str, y: str) -> Run:
 
     scales = np.ones(1)
     if y == "bits_per_byte":
-        if "val_bits_per_byte" not in curves:
+        if not {"val_bits_per_byte", "val_loss"} <= curves.keys():
             raise UserError(f"{folder}: it has no evaluation yet, for bits per byte: use --y loss")
         at, bits = curves["val_bits_per_byte"]
-        scales = bits / np.interp(at, *curves["val_loss"])  # a mixture's weights change them
+        # A mixture's weights change them.
+        scales = bits / np.maximum(np.interp(at, *curves["val_loss"]), 1e-9)
         for key in curves.keys() & {*LOSSES}:
             curves[key][1] *= np.interp(curves[key][0], at, scales)
-    baselines = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}
+    landmarks = usable(start.get("landmarks", {}))
+    baselines = {k: round(landmarks[k] * scales[-1], 4) for k in BASELINES if k in landmarks}
     # A path may be long, and may hold bytes that are not UTF-8.
     name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
     if "val_loss" in curves:
@@ -153,13 +155,26 @@ def read_run(folder: Path, x: str, y: str) -> Run:
 
     if x != "steps":
         _, key, unit = AXES[x]
+        if key not in curves:
+            raise UserError(f"{path}: no record has {key}: use --x steps")
         at, counted = curves[key]
         if x == "time":
             counted = np.cumsum(np.diff(at, prepend=0) * counted)
         at, counted = np.append(0, at), np.append(0, counted) / unit
         for curve in curves.values():
             curve[0] = np.interp(curve[0], at, counted)
-    return Run(name, start["settings"], baselines, curves)
+    return Run(name, start.get("settings", {}), baselines, curves)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that can be drawn."""
+    return isinstance(value, int | float) and abs(value) < 1e30
+
+
+def usable(record: Any) -> dict:
+    """Return what can be drawn or shown of a record: its numbers and its objects."""
+    pairs = record.items() if isinstance(record, dict) else ()
+    return {k: v for k, v in pairs if is_number(v) or isinstance(v, dict)}
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -180,8 +180,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
             model, tokenizer = read_model(folder, cfg)
             break
         except Exception:
-            is_deleted = folder.parent.name == "ckpt" and not (folder / MANIFEST).exists()
-            if not is_deleted or folder == Path(cfg.ckpt):
+            if folder == Path(cfg.ckpt) or (folder / MANIFEST).exists():
                 raise
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     return folder, ", ".join(filter(None, [label, size, unverified(folder)])), model, tokenizer

@@ -174,6 +174,20 @@ print(*(b - a for a, b in zip(amounts, amounts[1:])))
     assert [round(float(more) / 2**27) for more in done.stdout.split()] == [4, 4, 4], done.stdout
 
 
+@pytest.mark.slow
+def test_capacity_ends_at_the_address_space_of_a_login_node():
+    script = """
+import resource, torch
+from hardware import machine
+size = 1024 * int(open("/proc/self/status").read().split("VmSize:")[1].split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (size + 10**9, size + 10**9))
+print(machine.memory_capacity(torch.device("cpu")) - machine.own_memory())
+"""
+    command = [sys.executable, "-c", script]
+    left = float(subprocess.run(command, cwd=REPO, capture_output=True, check=True).stdout)
+    assert 0.5e9 < left <= 0.7e9
+
+
 MB = 10**6
 
 

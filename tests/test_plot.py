@@ -11,7 +11,7 @@ from conftest import call
 from matplotlib.figure import Figure
 
 import plot
-from plot import differences, limits, read_run
+from plot import differences, limits, picture, read_run
 
 SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
 
@@ -91,3 +91,32 @@ def test_legend_lists_the_settings_that_differ(tmp_path):
 def test_legend_of_40_runs_leaves_room_for_the_curves(tmp_path):
     runs = [write_run(tmp_path / f"lr_{n}", falling(), lr=n * 1e-4) for n in range(1, 41)]
     call(plot.main, *runs, f"--png={tmp_path}/p.png")
+
+
+EDITED = [
+    {key: value} for key in ("settings", "landmarks", "judged_by") for value in (None, [1], "x")
+]
+EDITED += [{"landmarks": landmark} for landmark in ({"mine": 1.0}, {"unigram": None})]
+EDITED += [{"val_loss": value} for value in (0, -1, "x", None, 1e308, 10**400, [1])]
+EDITED += [{"loss": value} for value in (0, "x", 1e308, 10**400)]
+EDITED += [{"step": value} for value in (-1, 10**400)]
+
+
+@pytest.mark.parametrize("record", EDITED, ids=str)
+def test_an_edited_record_is_left_out(tmp_path, record):
+    folder = write_run(tmp_path / "a", falling())
+    whole = {"step": 700, "settings": SETTINGS, "landmarks": {"unigram": 7.0}} | record
+    with open(folder / "metrics.jsonl", "a") as f:
+        f.write(json.dumps(whole) + "\n")
+    for x, y in (("steps", "loss"), ("tokens", "bits_per_byte"), ("time", "loss")):
+        run = read_run(folder, x, y)
+        assert np.isfinite(limits([run])).all() and len(differences([run])) == 1
+    assert picture([run], "svg", "time", "loss")
+
+
+@pytest.mark.parametrize("axis", ["tokens", "time"])
+def test_an_axis_that_no_record_has_is_refused(tmp_path, refuses, axis):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    assert "--x steps" in refuses(plot.main, folder, f"--x={axis}")

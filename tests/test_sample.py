@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, forge, saved
+from conftest import call, forge, prepared, saved, train_tiny
 from safetensors.torch import load_file
 from safetensors.torch import save as save_bytes
 
@@ -16,6 +16,7 @@ import configurator
 import sample
 from model import GPT
 from text.dataset import load_tokenizer
+from training.huggingface import from_pretrained
 
 
 def run(out: Path, *options: str) -> None:
@@ -39,6 +40,24 @@ def test_the_newest_or_the_best_checkpoint_is_taken_and_named(copied, tmp_path, 
     assert newest in taken()
     with pytest.raises(configurator.UserError, match="--which=best"):
         taken("--which=best")
+
+
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.model", "model.safetensors"])
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over(
+    copied, tmp_path, monkeypatch, capsys, refuses, lost
+):
+    def pruned(folder: Path) -> GPT:
+        """The run deletes the files of step 8 in turn."""
+        if folder.name == "step_00000008":
+            for name in ("manifest.json", lost):
+                (folder / name).unlink(missing_ok=True)
+        return from_pretrained(folder)
+
+    monkeypatch.setattr(sample, "from_pretrained", pruned)
+    run(tmp_path, "--max_new_tokens=1")
+    assert "step_00000004" in capsys.readouterr().err
+    folder = copied / "ckpt" / "step_00000008"  # it was asked for by its name
+    refuses(lambda: run(tmp_path, f"--ckpt={folder}"))
 
 
 def test_too_many_at_once_is_one_line(finished, tiny_data, capsys):
@@ -97,6 +116,16 @@ def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_pa
     for prompt in ([], ["--prompt", ""]):
         call(sample.main, f"--ckpt={folder}", "--device=cpu", *prompt)
         assert capsys.readouterr().out.startswith("the loop") == (prompt == [])
+
+
+def test_characters_without_a_token_are_named(tmp_path, capsys):
+    """Of a prompt of sample.py, and of sample_prompt in a run."""
+    prepared(tmp_path, [{"text": "the loop reads"}] * 30, "--tokenizer=char")
+    train_tiny(tmp_path, tmp_path, "--max_steps=1", "--sample_prompt=the 日é")
+    assert "'é', '日'" in capsys.readouterr().err
+    configurator.note.cache_clear()  # it prints the same text once
+    run(tmp_path, "--prompt", "the 日é", "--max_new_tokens=1")
+    assert "'é', '日'" in capsys.readouterr().err
 
 
 def test_a_prompt_beyond_the_window_is_refused_by_its_name(finished, tmp_path, trains, refuses):
