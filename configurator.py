@@ -74,67 +74,45 @@ def one_line(text: str) -> str:
     return harmless(text).replace("\n", " ")
 
 
-class Output:
-    """A stream that a thread writes, so that a reader who stops reading stops nothing else.
+class Output(io.FileIO):
+    """A file that a thread writes, so that a reader who stops reading stops nothing else.
 
-    A pipe that is full, or a terminal after Ctrl-S, takes no text. Up to LIMIT lines then wait, and
-    the next ones are dropped. What cannot be written at all, such as after the end of `| tee log`,
-    is dropped too.
+    A pipe that is full, or a terminal after Ctrl-S, takes no text. Up to LIMIT pieces then wait,
+    and the next ones are dropped. What cannot be written at all, such as after the end of
+    `| tee log`, is dropped too.
     """
 
     LIMIT = 20_000
-    mutex = threading.RLock()  # several threads print, and the handler of a signal
 
-    def __init__(self, stream: Any, other: "Output | None" = None):
-        """other: a stream that may lead to the same file. Then the order of their lines stays."""
-        self.stream: Any = stream or open(os.devnull, "w")  # None: it was closed at the start
-        self.line = ""  # not complete yet: whole lines are written, since processes share a log
-        self.dropped = 0
-        self.queue: SimpleQueue[Callable] = SimpleQueue()
-        if other and os.path.sameopenfile(self.stream.fileno(), other.stream.fileno()):
-            self.queue = other.queue
-        else:
-            threading.Thread(target=self.work, daemon=True).start()
+    def __init__(self, stream: Any):
+        """stream: the text stream of the file, or None if it was closed at the start."""
+        self.stream = stream or open(os.devnull, "w")
+        super().__init__(self.stream.fileno(), "w", closefd=False)
+        self.queue: SimpleQueue[bytes] = SimpleQueue()  # b"" is the end
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
         atexit.register(self.finish)
 
-    def write(self, text: str) -> None:
-        with self.mutex:
-            self.line += text
-            if "\n" in text:
-                self.flush()
-
-    def flush(self) -> None:
-        with self.mutex:
-            text, self.line = self.line, ""
-            if text and self.queue.qsize() >= self.LIMIT:
-                self.dropped += 1
-            elif text:
-                if self.dropped:
-                    text = f"note: nobody read {self.dropped} lines, which are left out\n{text}"
-                self.dropped = 0
-                self.queue.put(functools.partial(self.send, text))
+    def write(self, data: Any) -> int:
+        if (waiting := self.queue.qsize()) < self.LIMIT:
+            self.queue.put(bytes(data))
+        elif waiting == self.LIMIT:
+            self.queue.put(b"note: nobody read this: the next lines are left out\n")
+        return len(data)
 
     def work(self) -> None:
-        while True:
-            with suppress(OSError, ValueError):
-                self.queue.get()()
-
-    def send(self, text: str) -> None:
-        data = text.encode(self.stream.encoding, self.stream.errors)
-        while data:  # not stream.write(): Python could not end while that waits
-            data = data[os.write(self.stream.fileno(), data) :]
+        while data := self.queue.get():
+            with suppress(OSError):
+                while data:
+                    data = data[os.write(self.fileno(), data) :]
 
     def finish(self) -> None:
-        """Wait until all lines are written, unless nothing was read for three seconds."""
-        self.flush()
-        written = threading.Event()
-        self.queue.put(written.set)
+        """Wait until all is written, unless nothing is read for three seconds."""
         left = math.inf
-        while not written.wait(3) and self.queue.qsize() < left:
+        self.queue.put(b"")
+        while self.thread.is_alive() and self.queue.qsize() < left:
             left = self.queue.qsize()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+            self.thread.join(3)
 
 
 def run(main: Callable[[], None], needs_output: bool = True) -> None:
@@ -150,8 +128,12 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
     if not needs_output and isinstance(sys.stdout, io.TextIOWrapper | None):  # not in Jupyter
-        sys.stdout = Output(sys.stdout)
-        sys.stderr = Output(sys.stderr, sys.stdout)
+        out, err = Output(sys.stdout), Output(sys.stderr)
+        if os.path.sameopenfile(out.fileno(), err.fileno()):
+            err = out  # the order of their lines stays
+        options = dict(encoding=out.stream.encoding, line_buffering=True)
+        sys.stdout = io.TextIOWrapper(out, errors="replace", **options)
+        sys.stderr = io.TextIOWrapper(err, errors="backslashreplace", **options)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # for the imports of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -32,10 +32,12 @@ step, without evaluations and checkpoints. Other programs on the machine disturb
 losses.
 """
 
+import ctypes
 import math
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from subprocess import Popen
@@ -46,7 +48,7 @@ from bench.lab_results import Result, Results, compare, plot, read_run, table
 from bench.measure import REPO, command, train_options, write_json
 from configurator import UserError, changes, check_known, option, parse, set_value
 from hardware.disk import content_sha256
-from hardware.machine import end_with_parent, stop_signals
+from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
 from text.dataset import names_and_weights, open_datasets
 from training.resume import with_data
@@ -233,6 +235,15 @@ def train_all(runs: list[Run]) -> int:
 
 def result_of(run: Run) -> Result | None:
     return read_run(run.folder, run.judges, run.loss, run.data)
+
+
+def end_with_parent() -> None:
+    """Let Linux send this process SIGTERM when its parent is killed. train.py then saves and ends.
+
+    For preexec_fn of a Popen.
+    """
+    with suppress(OSError, AttributeError):  # macOS has no such call
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def train(run: Run, output: Path, signals: list[int]) -> int:

@@ -15,6 +15,7 @@ configurator.py of this project.
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -91,12 +92,9 @@ def sync_and_rename(temporary: Path, target: Path, aside: str = "") -> Path | No
 
 def free_path(path: Path) -> Path:
     """Return the first of `path`, `path`2, `path`3, ... that does not exist."""
-    free = path
-    number = 1
-    while os.path.lexists(free):
-        number += 1
-        free = path.with_name(f"{path.name}{number}")
-    return free
+    names = itertools.chain([""], map(str, itertools.count(2)))
+    paths = (path.with_name(path.name + number) for number in names)
+    return next(free for free in paths if not os.path.lexists(free))
 
 
 def set_aside(path: Path, name: str) -> Path:
@@ -168,15 +166,9 @@ def read_object(path: Path) -> dict:
 def code_sha256() -> str:
     """Return the SHA-256 of the .py files of a training. Their folder does not matter."""
     root = Path(__file__).parents[1]
-    ours = (
-        "train.py",
-        "model.py",
-        "configurator.py",
-        "training/*.py",
-        "text/*.py",
-        "hardware/*.py",
-    )
-    files = [path for pattern in ours for path in sorted(root.glob(pattern))]
+    patterns = ["train.py", "model.py", "configurator.py"]
+    patterns += [f"{folder}/*.py" for folder in ("training", "text", "hardware")]
+    files = [path for pattern in patterns for path in sorted(root.glob(pattern))]
     return content_sha256({str(path.relative_to(root)): file_sha256(path) for path in files})
 
 
@@ -254,18 +246,19 @@ class Lock:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        taken = UserError(f"{path.parent}: another process is writing to it: {advice}")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no wait on a FIFO
         self.file = os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path.parent}: another process is writing to it: {advice}") from None
+            raise taken from None
         except OSError as e:
             if e.errno not in NO_LOCKS:
                 raise OSError(e.errno, e.strerror, str(path)) from None
             self.sign(advice)
         if not self.is_held():  # its last holder has just deleted it
-            raise UserError(f"{path.parent}: another process is writing to it: {advice}")
+            raise taken
 
     def sign(self, advice: str) -> None:
         """Write this process into the file, unless the file names one that may still run.

@@ -322,7 +322,7 @@ def stop_signals() -> Iterator[list[int]]:
             text = "\nthe run will be saved and end"
             if "RANK" not in os.environ:  # torchrun forwards the first one only
                 text += "; press Ctrl-C again to end it at once, unsaved"
-            with suppress(OSError):  # in `train.py 2>&1 | tee log`, Ctrl-C has ended tee, too
+            with suppress(OSError, RuntimeError):  # RuntimeError: the signal came within a print()
                 print(text, file=sys.stderr, flush=True)
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -334,15 +334,6 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def end_with_parent() -> None:
-    """Let Linux send this process SIGTERM when its parent is killed. train.py then saves and ends.
-
-    For preexec_fn of a Popen.
-    """
-    with suppress(OSError, AttributeError):  # macOS has no such call
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 # --------------------------------------------------------------------------------------------------
@@ -454,6 +445,5 @@ def address_space() -> float:
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     size = re.search(r"VmSize:\s+(\d+) kB", read_or_empty("/proc/self/status"))
-    if limit == resource.RLIM_INFINITY or not size:
-        return math.inf
-    return max(0, limit - 1024 * int(size[1]) - LATER_LIBRARIES)
+    is_limited = size and limit != resource.RLIM_INFINITY
+    return max(0, limit - 1024 * int(size[1]) - LATER_LIBRARIES) if is_limited else math.inf

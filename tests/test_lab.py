@@ -84,7 +84,7 @@ def test_a_run_of_other_data_than_planned_is_not_finished(answered):
 
 PARENT = """
 import subprocess, sys
-from hardware.machine import end_with_parent
+from bench.lab import end_with_parent
 child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
 print(child.pid, flush=True)
 child.wait()

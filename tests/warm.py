@@ -133,7 +133,8 @@ def execute(argv: list, env: dict, cwd: str, alone: bool, paths: list[str], repo
         sys.exit(1)
     finally:
         for stream in (sys.stdout, sys.stderr):  # atexit does not run at the end of such a process
-            getattr(stream, "finish", stream.flush)()
+            stream.flush()
+            getattr(stream.buffer, "finish", stream.flush)()
 
 
 def set_environment(env: dict[str, str]) -> None:

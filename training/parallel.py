@@ -164,9 +164,8 @@ def separate_cache() -> None:
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder, capability = Path(cache_dir()), torch.backends.cpu.get_cpu_capability()
-    if folder.name != capability:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / capability)
+    own = f"/{torch.backends.cpu.get_cpu_capability()}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir().removesuffix(own) + own
 
 
 def remove_empty_libraries(message: str) -> list[Path]:
