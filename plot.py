@@ -279,7 +279,7 @@ def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) ->
     for name, loss in run.baselines.items():
         if in_legend and bottom < loss < top:
             losses.axhline(loss, color="#666666", lw=0.8, ls=(0, (6, 3)), zorder=0)
-            text = f"loss of {BASELINES[name]}: {loss:.2f}"
+            text = f"{name} ({BASELINES[name]}): {loss:.2f}"
             middle = losses.get_yaxis_transform()  # x as a fraction of the axis, y as a loss
             losses.text(0.4, loss, text, transform=middle, va="bottom", fontsize=8)
 
