@@ -480,7 +480,7 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
                 conversation.message("user", prompt)
             else:
                 encode_prompt(prompt, tokenizer, model.config.block_size)
-    print(f"[{label}]", file=sys.stderr)
+    print(f"[{one_line(label)}]", file=sys.stderr)
     failed = False
     for number, prompt in enumerate(prompts):
         if number and not (is_typed and (cfg.chat or sys.stdin.isatty())):
@@ -518,7 +518,7 @@ def main() -> None:
         if cfg.eval:
             losses = evaluate_on(Path(cfg.eval), model.to(machine.device), cfg, machine)
             print(f"{Path(cfg.eval)}: {losses} | {folder}")
-            print(f"[{label}]", file=sys.stderr)
+            print(f"[{one_line(label)}]", file=sys.stderr)
             return
         model.to(machine.device, machine.dtype).eval()
         record_decoding(model)

@@ -22,8 +22,8 @@ import train
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE.add(tokenize.ENDMARKER)
 EVENING = ["train", "model", "text.windows"]  # what a newcomer reads
-CEILING = 7_400  # lines of code of the product: all but bench/, tests/ and config/
-CEILING_OF_A_RUN = {"files": 28, "lines": 5_000}  # of ours, which a training on a CPU loads
+CEILING = 7_500  # lines of code of the product: all but bench/, tests/ and config/
+CEILING_OF_A_RUN = {"files": 28, "lines": 5_100}  # of ours, which a training on a CPU loads
 
 
 @cache

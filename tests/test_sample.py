@@ -118,6 +118,12 @@ def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_pa
         assert capsys.readouterr().out.startswith("the loop") == (prompt == [])
 
 
+def test_a_downloaded_folder_prints_no_terminal_codes(tmp_path, refuses):
+    (tmp_path / "config.json").write_text('{"architectures": ["\\u001b]0;pwn\\u0007"]}')
+    error = refuses(sample.main, f"--ckpt={tmp_path}")
+    assert "pwn" in error and "\x1b" not in error and "\x07" not in error
+
+
 def test_characters_without_a_token_are_named(tmp_path, capsys):
     """Of a prompt of sample.py, and of sample_prompt in a run."""
     prepared(tmp_path, [{"text": "the loop reads"}] * 30, "--tokenizer=char")

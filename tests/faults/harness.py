@@ -3,13 +3,15 @@
     python tests/faults/harness.py --rounds 100        # or: make soak
 
 Each round takes a job and draws at random what happens to it: SIGKILL at any moment, after a step,
-or while a checkpoint is written; SIGTERM, SIGINT, SIGUSR1 or SIGHUP; a rank alone that is killed;
+or while a checkpoint is written; SIGTERM, SIGINT, SIGUSR1 or SIGHUP, perhaps while nobody reads the
+output; a rank alone that is killed; the run's folder, moved while it trains and then moved back;
 then perhaps a flipped bit, or a cut or deleted file, in the newest checkpoint. Files of other
 programs are in the run's folder: they must be there at the end. The same command then starts the
 job again until it ends. Identical means: the same bytes in the weights and in the state of the
 optimizer, and for every step exactly one record with the same loss, norm and validation loss.
 """
 
+import fcntl
 import json
 import os
 import random
@@ -65,6 +67,8 @@ JOBS = {  # name -> (processes, options)
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save"]
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"]
+UNREAD = "SIGTERM, output unread"
+MOVED = "move the folder"
 DAMAGE = ["flip a bit", "cut a file", "lose a file"]  # of the newest checkpoint, after a kill
 FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "ckpt/.mine"]
 RECORDED = ("loss", "lr", "grad_norm", "val_loss", "tokens")
@@ -77,8 +81,24 @@ def command(job: str, data: Path, out: Path) -> list[str]:
     return python(n, *launch, REPO / "train.py", *COMMON, *folders, *options)
 
 
-def start(argv: list[str]) -> Popen:
-    return Popen(argv, stdout=DEVNULL, stderr=PIPE, text=True, start_new_session=True)
+def start(argv: list[str], stdout: int = DEVNULL) -> Popen:
+    return Popen(argv, stdout=stdout, stderr=PIPE, text=True, start_new_session=True)
+
+
+def unread_pipe() -> tuple[int, int]:
+    """Return the two ends of a pipe that is full after about 20 lines of the log."""
+    receive, send = os.pipe()
+    fcntl.fcntl(send, fcntl.F_SETPIPE_SZ, 4096)
+    return receive, send
+
+
+def move_back(out: Path) -> None:
+    """Move the folder of a run back, and to it the checkpoint that the run saved beside it."""
+    (out / "elsewhere").rename(out / "run")
+    for path in (out / "run_moved" / "ckpt").glob("step_*"):
+        if not (out / "run" / "ckpt" / path.name).exists():
+            path.rename(out / "run" / "ckpt" / path.name)
+    shutil.rmtree(out / "run_moved", ignore_errors=True)
 
 
 def workers(process: Popen) -> dict[int, int]:
@@ -180,7 +200,9 @@ def break_training(argv: list[str], fault: str, out: Path, r: Round, rng: random
     """Start a training and stop it as the fault says. Return whether it had come to its end."""
     target = steps_done(out) + rng.randint(1, STEPS // 3)
     # Settings that may change at a resume, and change no result.
-    process = start([*argv, f"--keep={rng.randint(2, 5)}", f"--sample_every={rng.choice([0, 5])}"])
+    argv = [*argv, f"--keep={rng.randint(2, 5)}", f"--sample_every={rng.choice([0, 5])}"]
+    pipe = unread_pipe() if fault == UNREAD else ()
+    process = start(argv, *pipe[1:])
     r.starts += 1
     if fault == "kill at a random time":
         wait_for(process, lambda: False, rng.uniform(0, LIFE))
@@ -189,11 +211,19 @@ def break_training(argv: list[str], fault: str, out: Path, r: Round, rng: random
     else:
         wait_for(process, lambda: steps_done(out) >= target)
     ranks = list(workers(process).values())
-    if fault == "kill a rank" and ranks:
+    if fault == MOVED and (out / "run" / "ckpt").exists() and process.poll() is None:
+        (out / "run").rename(out / "elsewhere")
+    elif fault == "kill a rank" and ranks:
         os.kill(rng.choice(ranks), signal.SIGKILL)  # torchrun then ends the others
     else:
-        stop(process, getattr(signal, fault, signal.SIGKILL))
+        stop(process, getattr(signal, fault.partition(",")[0], signal.SIGKILL))
     stderr = process.communicate(timeout=600)[1]
+    for end in pipe:
+        os.close(end)
+    if (out / "elsewhere").exists():
+        if (out / "run").exists():
+            r.note("a run wrote to a folder that is not its own")
+        move_back(out)
     if "Traceback" in stderr and "torch.distributed.run" not in argv:  # torchrun prints its own
         r.note(stderr[-1500:])
     r.faults.append(hurt_checkpoint(out, fault, rng) if fault in DAMAGE else fault)
@@ -204,7 +234,7 @@ def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.R
     """Start a job, break it up to three times, and start it until it ends."""
     r = Round(job)
     argv = command(job, data, out)
-    faults = [*KILLS, *SIGNALS, *DAMAGE, *(JOBS[job][0] - 1) * ["kill a rank"]]
+    faults = [*KILLS, *SIGNALS, UNREAD, MOVED, *DAMAGE, *(JOBS[job][0] - 1) * ["kill a rank"]]
     foreign = [out / "run" / name for name in FOREIGN]
     for _ in range(rng.randint(1, 3)):
         at_its_end = break_training(argv, rng.choice(faults), out, r, rng)
