@@ -263,3 +263,7 @@ def test_a_message_is_one_line_that_cannot_move_the_cursor(refuses, capsys):
     assert refuses(main) == "error: b \ufffd[31m c\ufffdd"
     configurator.note("d \x1b\ne")
     assert capsys.readouterr().err == "note: d \ufffd e\n"
+
+
+def test_more_layers_than_anybody_plans_are_refused_at_once():
+    assert "<= 1000" in answer(TrainConfig, "--n_layer=100000")

@@ -113,6 +113,9 @@ def execute(argv: list, env: dict, cwd: str, alone: bool, paths: list[str], repo
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    # Streams that know what these files are: a pipe cannot seek.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
     os.chdir(cwd)
     if alone:
         os.setsid()
