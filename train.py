@@ -293,7 +293,7 @@ def main() -> None:
 
             report.outcome(outcome, loss, grad_norm, scaler)
             to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
-            if outcome == "taken" and to_log:
+            if to_log and outcome in ("taken", "no target"):
                 report.step(loss, lr, grad_norm, flops, all_peak, clock)
             if step == start_step:
                 gc.collect()
@@ -354,7 +354,8 @@ def take_step(
     model: the result of wrap(): a GPT, which may be compiled, and wrapped in DDP or Shards. scaler:
     scales the gradients of fp16, see below; else it does nothing. grad_clip: the largest norm of
     the gradient; 0: no clipping. A step whose loss or gradient is not finite leaves the weights
-    unchanged. signals: those that have arrived at this rank.
+    unchanged, as does one without a target: its loss is NaN, its gradient 0. signals: those that
+    have arrived at this rank.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
     no_sync = getattr(model, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
@@ -381,18 +382,15 @@ def take_step(
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if scaler.is_enabled():
-        # GradScaler checks gradients alone: a loss that is not finite makes one of them NaN.
-        factor = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
-        local_shard(gradients[0]).mul_(factor)
     scaler.unscale_(optimizer)
     if weighted:
         # The loss is sum(w l) / sum(w) over all ranks. The gradient so far is that of sum(w l) / n,
         # with n positions on all ranks, since DDP has averaged it. Multiply it by n / sum(w), which
-        # is one over the mean of mean_weight. If no target counts in this step, the gradient is 0.
-        factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
+        # is one over the mean of mean_weight. If no target counts in this step, the loss is 0 / 0,
+        # which is NaN, and the gradient is 0: the step is skipped below.
+        factor = machine.world / all_sum(mean_weight)
         mean_loss *= factor
-        torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
+        torch._foreach_mul_([local_shard(g) for g in gradients], factor.clamp(max=1e12))
     grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
     del gradients  # Muon frees them while it moves the weights
     torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
@@ -403,12 +401,7 @@ def take_step(
     numbers = HostCopy(torch.cat([result, sums[1:]]))
 
     # 3. Update the weights, unless the loss or the gradient is not finite.
-    if scaler.is_enabled():
-        # fp16 cannot hold numbers below 6e-8. So the loss, and with it each gradient, was
-        # multiplied by a large scale; unscale_() above has divided the gradients by it again.
-        scaler.step(optimizer)  # skips the step if the gradient is not finite
-        scaler.update()  # after such a step, lowers the scale; after many good ones, raises it
-    elif optimizer.defaults.get("fused"):
+    if optimizer.defaults.get("fused"):
         # torch's fused optimizers skip the step if this flag, which GradScaler also uses, is 1. The
         # device reads it, so the host does not have to wait for the loss.
         # pyrefly: ignore[missing-attribute]
@@ -416,6 +409,10 @@ def take_step(
         optimizer.step()
     elif all(map(math.isfinite, numbers.wait())):
         optimizer.step()
+    # fp16 cannot hold numbers below 6e-8. So the loss, and with it each gradient, was multiplied by
+    # a large scale; unscale_() above has divided the gradients by it again. Where they were not
+    # finite, the scale is lowered here; after many good steps, it is raised.
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return numbers
 

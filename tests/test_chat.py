@@ -15,12 +15,20 @@ import prepare
 import train
 from model import GPT, PRESETS, GPTConfig
 from text.chat import answer_bounds, chatml_ids
-from text.dataset import load_tokenizer, open_dataset, open_datasets, open_split, open_windows
+from text.dataset import (
+    load_tokenizer,
+    open_dataset,
+    open_datasets,
+    open_split,
+    open_windows,
+    train_loader,
+)
 from text.hf_tokenizer import CHATML, to_hugging_face
 from text.packing import LossWeights
 from text.report import document_texts, summary
 from text.tokenizer import IM_END, IM_START
 from text.windows import Loader
+from training.banner import fraction_without_target
 from training.batches import to_batch
 
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -339,14 +347,34 @@ def test_two_processes_learn_answers_as_one_does(chat_data, tmp_path, shard):
     assert metrics(double, "sample").keys() == {8}
 
 
-def test_a_step_between_two_answers_is_not_bad(tmp_path, tiny_data):
-    """One conversation asks a long question: whole steps have nothing to learn."""
-    questions = [QUESTION | {"content": f"{i} {'the loop ' * 300}"} for i in range(6)]
-    questions += [QUESTION | {"content": f"{i}?"} for i in range(60)]
-    chats(tiny_data, tmp_path, [talk(q, ANSWER) for q in questions])
-    run = train_tiny(tmp_path, tmp_path, "--loss_on=answers", "--batch_size=1", "--batch_tokens=32")
-    losses = metrics(run, "loss")
-    assert 0.0 in losses.values() and len(losses) == 8 and not metrics(run, "bad_steps")
+@pytest.fixture(scope="module")
+def long_questions(tiny_data, tmp_path_factory) -> Path:
+    """A folder of data sets. Half of the 66 conversations of `tiny` are longer than any window."""
+    root = tmp_path_factory.mktemp("long")
+    questions = [f"{i} {'the loop ' * (90 if i % 2 else 1)}" for i in range(66)]
+    chats(tiny_data, root, [talk(QUESTION | {"content": q}, ANSWER) for q in questions])
+    return root
+
+
+SHORT = ["--loss_on=answers", "--block_size=48", "--batch_size=1", "--batch_tokens=48"]
+
+
+@pytest.mark.parametrize("documents", ["stream", "pack", "pad"])
+def test_a_step_without_a_target_has_no_loss_and_is_not_bad(long_questions, tmp_path, documents):
+    options = [*SHORT, "--max_steps=60", "--eval_every=60", "--save_every=60"]
+    run = train_tiny(long_questions, tmp_path, *options, f"--documents={documents}")
+    losses, without = metrics(run, "loss"), metrics(run, "targets")
+    assert losses.keys() | without.keys() == set(range(1, 61)) and not metrics(run, "bad_steps")
+    assert len(without) > 20 and not losses.keys() & without.keys() and min(losses.values()) > 0
+    assert metrics(run, "tokens")[60] == 60 * 48
+
+
+@pytest.mark.parametrize("documents, fraction", [("pad", 0.5), ("pack", 0.8), ("stream", 0.8)])
+def test_the_banner_counts_windows_without_a_target(long_questions, documents, fraction):
+    sets = open_datasets("tiny", long_questions)
+    loader = train_loader(sets, 48, 0, documents, loss_on="answers")
+    assert fraction_without_target(loader) == pytest.approx(fraction, abs=0.15)
+    assert fraction_without_target(train_loader(sets, 48, 0, documents)) == 0
 
 
 def test_no_answer_in_the_evaluated_windows_is_an_error(tiny_data, tmp_path, refuses):

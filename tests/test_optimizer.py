@@ -2,6 +2,7 @@
 
 import math
 import operator
+from dataclasses import replace
 from itertools import repeat
 
 import pytest
@@ -13,7 +14,7 @@ from train import take_step
 from training import optimizer as optimizers
 from training.batches import Batch
 from training.optimizer import make_optimizer, orthogonalize
-from training.plan import momentum_at
+from training.plan import Progress, momentum_at
 from training.settings import TrainConfig
 
 NAMES = ("adamw", "muon", "adafactor")
@@ -132,6 +133,43 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, scale, change):
     infinite.remove()
     assert all(map(torch.equal, before, everything()))
     trained(model, made, scale)
+    assert not any(map(torch.equal, before, everything()))
+
+
+@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_without_a_target_changes_nothing(optimizer, scale, world, monkeypatch):
+    """Neither weights nor momentum; and the loss of 2 equal ranks is that of one, also in fp16."""
+    monkeypatch.setattr("train.all_sum", lambda x: x.mul_(world))
+    monkeypatch.setattr("train.any_signal", lambda *_: False)
+    model = make("qwen3")
+    made = make_optimizer(config(optimizer, weight_decay=0.5), CPU, model)
+    rows = torch.randint(model.config.vocab_size, (4, 17))
+    scaler = torch.amp.GradScaler("cpu", enabled=scale)
+
+    def step(weight: float) -> list[float]:
+        x, y = rows[:, :-1], rows[:, 1:]
+        batch = Batch(x, y if weight else y * 0 - 1, torch.full(y.shape, weight))
+        machine = replace(CPU, world=world)
+        return take_step(model, made, scaler, repeat(batch), 2, machine, 1.0).wait()
+
+    def everything() -> list[torch.Tensor]:
+        state = [t for s in made.state.values() for t in s.values()]
+        return [t.detach().clone() for t in (*model.parameters(), *state)]
+
+    with torch.no_grad():
+        expected = model(rows[:, :-1], rows[:, 1:]).item()
+    loss, norm, _ = step(0.5)
+    assert loss == pytest.approx(expected, rel=1e-5) and norm > 0
+    before, scale_before = everything(), scaler.get_scale()
+    loss, norm, _ = step(0.0)
+    assert math.isnan(loss) and norm == 0 and scaler.get_scale() == scale_before
+    progress = Progress(losses=[1.0], bad_in_a_row=2)
+    assert progress.add_step(8, loss, norm, scaler) == "no target"
+    assert progress == Progress(step=1, samples=8, losses=[1.0], bad_in_a_row=2)
+    assert all(map(torch.equal, before, everything()))
+    step(0.5)
     assert not any(map(torch.equal, before, everything()))
 
 

@@ -1,11 +1,13 @@
 """metrics.jsonl, loss.png and trackers: what a run reports. No fault of theirs harms it."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,6 +15,7 @@ import pytest
 from conftest import CPU, ended, metrics, same, training
 
 import train
+from text.dataset import open_datasets
 from training import report
 from training.metrics import read_metrics, start_metrics
 from training.plan import Progress, make_plan
@@ -121,19 +124,55 @@ def test_the_step_after_the_first_is_timed_alone(trains, monkeypatch):
     assert max(metrics(trains(), "step_ms").values()) < 86_400_000 and days
 
 
-def test_eta_counts_evaluations_and_saves_to_come(tmp_path, capsys):
+def test_eta_counts_evaluations_and_saves_to_come(tiny_data, tmp_path, capsys):
+    """The first evaluation is predicted; a resumed run has the time of the last one."""
     cfg = TrainConfig(max_steps=100, eval_every=30, save_every=40, tracker="off", batch_tokens=1024)
     plan, progress = make_plan(cfg, 1, 10_000), Progress(step=60, losses=[1.0])
-    reports = report.Report(cfg, CPU, plan, [], progress, tmp_path, [])
+    sets = open_datasets("tiny", tiny_data)
     clock = Mock(step=50, data_s=0.0, **{"seconds.return_value": 10.0})  # one second a step
-    reports.step(1.0, 1e-3, 1.0, 1, None, clock)
-    reports.pauses = {"eval_every": 20.0, "save_every": 3.0}
-    for _ in range(2):
-        reports.step(1.0, 1e-3, 1.0, 1, None, clock)
-    etas = [r["eta_s"] for r in read_metrics(tmp_path / "metrics.jsonl") if "eta_s" in r]
-    assert etas == [40.0, 40.0 + 3 * 20.0 + 2 * 3.0, 106.0]  # at steps 60, 90, 100; 80, 100
-    assert capsys.readouterr().out.count("take 47% of the run") == 1
+    predicted = sets[0].meta["splits"]["val"]["tokens"] / plan.step_tokens
+    # At steps 60, 90, 100; 80, 100.
+    known = [{"step": 30, "eval_s": 20.0}]
+    for records, seconds, saving in (([], predicted, 0), (known, 20.0, 0), (known, 20.0, 3)):
+        reports = report.Report(cfg, CPU, plan, sets, progress, tmp_path, records)
+        reports.pauses |= {"save_every": saving} if saving else {}
+        for _ in range(2):
+            reports.step(1.0, 1e-3, 1.0, 1, None, clock)
+        etas = [r["eta_s"] for r in read_metrics(tmp_path / "metrics.jsonl") if "eta_s" in r]
+        assert etas == [pytest.approx(40 + 3 * seconds + 2 * saving)] * 2
+        reports.close()
+        assert capsys.readouterr().out.count("of the run: raise eval_every") == (seconds == 20)
+
+
+def test_numbers_that_are_not_finite_are_left_out_of_the_records(tiny_data, tmp_path, capsys):
+    """Also where an earlier version has written them: NaN is no JSON."""
+    cfg = TrainConfig(max_steps=3, tracker="off", batch_tokens=1024)
+    before = [{"step": 0, "loss": math.nan, "landmarks": {"bigram": math.inf, "unigram": 3.0}}]
+    state = (make_plan(cfg, 1, 10_000), open_datasets("tiny", tiny_data), Progress())
+    reports = report.Report(cfg, CPU, *state, tmp_path, before)
+    losses = {"val_loss": [2.0], "val_document_loss": [1.0], "train_eval_loss": [math.nan]}
+    assert reports.evaluation(0, losses, 1.0) == 2.0
+    assert math.isnan(reports.evaluation(1, losses | {"val_loss": [math.nan]}, 1.0))
+    reports.outcome("bad", math.inf, math.nan, Mock())
     reports.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert records[0] == {"step": 0, "landmarks": {"unigram": 3.0}}
+    evaluated = {"step", "val_document_loss", "eval_s"}
+    assert records[1].keys() == evaluated | {"val_loss", "val_ppl", "val_bits_per_byte"}
+    assert records[2].keys() == evaluated and len(records) == 4
+    assert "train nan" not in capsys.readouterr().out
+
+
+def test_steps_sent_to_a_tracker_never_go_back(tmp_path, calls):
+    """A save ends while later steps are logged."""
+    queue = SimpleQueue()
+    for numbers in ({"step": 5, "loss": 1.0}, {"step": 4, "save_s": 0.1}, {"step": 6, "loss": 1.0}):
+        queue.put(numbers)
+    queue.put({})
+    report.send_numbers("wandb", tmp_path, {}, "id", 0, queue, CPU)
+    lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [line[1] for line in lines if line[0] == "log"] == [5, 5, 6]
 
 
 def test_full_disk_is_one_warning_and_no_error(tmp_path, capsys):

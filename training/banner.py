@@ -42,13 +42,16 @@ def banner(
     if loader.eos_id is not None:
         fraction = fraction_within(loader)
         attention = f"within a document: {fraction:.0%} of the T x T pairs of tokens"
+    taught = ""
+    if fraction := fraction_without_target(loader):
+        taught = f"{fraction:.0%} of the windows have no target: they teach nothing"
     size = bytes_needed(model, step)
     capacity = memory_capacity(machine.device)
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
         "data": "; ".join(describe_data(data) for data in sets),
-        "windows": "; ".join(filter(None, (windows.cut for windows in loader.splits))),
+        "windows": "; ".join(filter(None, [*(windows.cut for windows in loader.splits), taught])),
     }
     rows |= rows_of_plan(plan, cfg, sets, model, machine.world)
     rows |= rows_of_model(model, cfg.block_size)
@@ -126,6 +129,12 @@ def fraction_within(loader: Loader, count: int = 64) -> float:
     document = (inputs == loader.eos_id).cumsum(axis=1)  # (count, T)
     lengths = np.stack([np.bincount(row, minlength=inputs.shape[1] + 1) for row in document])
     return float((lengths**2).sum() / inputs.size / inputs.shape[1])
+
+
+def fraction_without_target(loader: Loader, count: int = 256) -> float:
+    """Return the fraction of the first `count` windows of a run in which no target counts."""
+    weights = loader.rows(loader.starts(0, count)).weights
+    return 0.0 if weights is None else 1 - float(weights.any(axis=1).mean())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """metrics.jsonl, the record of a run: one JSON object per line, each with its step.
 
-training/report.py appends to it. plot.py and others read it, without torch.
+training/report.py appends to it. plot.py and others read it, without torch. Numbers that are not
+finite are left out: strict JSON has none.
 """
 
 import json
@@ -51,10 +52,20 @@ def evaluations(records: list[dict]) -> dict[int, float]:
     return losses
 
 
+def json_line(record: dict) -> str:
+    """Return a record as a line of the file, without numbers that are not finite."""
+
+    def finite(x: dict) -> dict:
+        kept = {k: v for k, v in x.items() if not isinstance(v, float) or math.isfinite(v)}
+        return {k: finite(v) if isinstance(v, dict) else v for k, v in kept.items()}
+
+    return json.dumps(finite(record)) + "\n"
+
+
 def start_metrics(path: Path, records: list[dict]) -> TextIO:
     """Replace the file by these records, and return it open for appending.
 
     A kill leaves the old file or the new one. Raises OSError if it cannot be written.
     """
-    atomic_write(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+    atomic_write(path, "".join(map(json_line, records)).encode())
     return open(path, "a", encoding="utf-8")

@@ -76,7 +76,7 @@ class Progress:
     epoch_shift: int = 0
     best_step: int = -1  # step with the lowest validation loss
     best_val_loss: float = math.inf
-    losses: list[float] = field(default_factory=list)  # the last 101 finite ones, for spike()
+    losses: list[float] = field(default_factory=list)  # the last 20 finite ones
     bad_steps: int = 0  # steps skipped because their loss or gradient was not finite
     bad_in_a_row: int = 0  # bad steps in a row, up to the last step
     code: str = ""  # SHA-256 of the .py files that trained it, as code_sha256() gives it
@@ -99,18 +99,20 @@ class Progress:
         return progress
 
     def add_step(self, windows: int, loss: float, grad_norm: float, scaler: GradScaler) -> str:
-        """Count a step that read `windows` windows. Return "taken", "overflow" or "bad".
+        """Count a step that read `windows` windows. Return "taken", or why take_step() skipped it.
 
-        take_step() has skipped an "overflow" or "bad" step. "overflow" exists in fp16 only, where a
-        gradient may overflow while the loss is finite. GradScaler then skips the step and lowers
-        its scale. If the scale has fallen below 1, the gradient overflows even without scaling, and
-        the step counts as bad.
+        "no target": none of its tokens counts, as in the middle of a long question. "bad": the loss
+        or the gradient is not finite. "overflow" exists in fp16 only, where a gradient may overflow
+        while the loss is finite. GradScaler then lowers its scale. If the scale has fallen below 1,
+        the gradient overflows even without scaling, and the step counts as bad.
         """
         self.step += 1
         self.samples += windows
+        if math.isnan(loss) and grad_norm == 0:
+            return "no target"
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.bad_in_a_row = 0
-            self.losses = [*self.losses[-100:], loss]
+            self.losses = [*self.losses[-19:], loss]
             return "taken"
         if math.isfinite(loss) and scaler.is_enabled() and scaler.get_scale() >= 1:
             return "overflow"

@@ -6,7 +6,6 @@ its own.
 """
 
 import importlib
-import json
 import math
 import os
 import resource
@@ -36,7 +35,7 @@ from text.baselines import mixed_baselines
 from text.windows import DataSet
 from training.evaluate import judged_by, val_hashes
 from training.huggingface import architecture_of
-from training.metrics import read_metrics, start_metrics
+from training.metrics import json_line, read_metrics, start_metrics
 from training.plan import Plan, Progress
 from training.settings import TRAINING, TrainConfig
 
@@ -67,8 +66,12 @@ class Report:
         self.warned = False  # whether the note on long pauses was printed
         self.unigram = math.inf  # loss of single-token frequencies, in nats per token
         self.lost = False  # whether a record could not be written
-        # Seconds of the last evaluation and the last save: eval_every, save_every.
+        # Seconds of the last evaluation and the last save: eval_every, save_every. Those of an
+        # evaluation may be of an earlier process.
         self.pauses: dict[str, float] = {}
+        for record in records:
+            if "eval_s" in record:
+                self.pauses["eval_every"] = record["eval_s"]
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
         self.bar_context = ExitStack()
         shown = self.machine.is_main and is_terminal()
@@ -96,22 +99,17 @@ class Report:
         self.tracker.start()
 
     def outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
-        """Count the last step, and report it if it was skipped or its loss is a spike.
+        """Count the last step, and report it if it overflowed or was bad.
 
         outcome: the result of Progress.add_step().
         """
         self.bar.update()
         step = self.progress.step
-        if outcome == "taken":
-            z = spike(self.progress.losses[:-1], loss)
-            if z > 8:
-                line = f"warning: loss {loss:.3f} is {z:.0f} deviations above the median"
-                self.write(dict(step=step, spike_loss=loss, spike_z=z), line)
-        elif outcome == "overflow":
+        if outcome == "overflow":
             scale = scaler.get_scale()
             line = f"fp16 overflow: step skipped, loss scale reduced to {scale:g}"
             self.write(dict(step=step, loss_scale=scale), line)
-        else:
+        elif outcome == "bad":
             problem = f"loss {loss:.4g}, norm of the gradient {grad_norm:.4g}"
             record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
             self.write(record, f"warning: {problem}: step skipped; {self.how_to_read(step)}")
@@ -121,22 +119,25 @@ class Report:
     ) -> None:
         """Report the last step, with the speed since the last log line.
 
-        flops: FLOPs per token. peak: TFLOPS of all devices together; None if unknown.
+        loss: NaN if the step had no target. flops: FLOPs per token. peak: TFLOPS of all devices
+        together; None if unknown.
         """
         step = self.progress.step
         plan = self.plan
         tokens = plan.tokens_at(step)
-        record = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
-        record["epoch"] = plan.epochs_at(step)
+        record = {"step": step, "loss": loss, "grad_norm": grad_norm}
         line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}"
+        if math.isnan(loss):
+            record, line = {"step": step, "targets": 0}, "no target in this step: it was skipped"
+        record |= {"lr": lr, "tokens": tokens, "epoch": plan.epochs_at(step)}
         if clock.step == 0 or clock.step > plan.start_step:  # the first after a resume is a warm-up
             step_s = clock.seconds() / (step - clock.step)
             rate = plan.step_tokens / step_s
             tflops = rate * flops / 1e12
             mfu = tflops / peak if peak else None
-            if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
+            if mfu and mfu > 0.9 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
                 mfu = None  # other programs slowed down the measurement of the peak
-            eta = (plan.steps - step) * step_s + self.pauses_from(step)
+            eta = (plan.steps - step) * step_s + self.pauses_from(step, rate)
             record |= {
                 "tokens_per_s": rate,
                 "tflops": tflops,
@@ -152,32 +153,36 @@ class Report:
             line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
             line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
             line += f" | eta {ProgressBar.format_interval(eta)}"
-            if self.pauses_from(1) > 0.25 * plan.steps * step_s and not self.warned:
+            pauses = self.pauses_from(1, rate)
+            if pauses > 0.25 * plan.steps * step_s and not self.warned:
                 self.warned = True
-                fraction = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)
+                fraction = pauses / (pauses + plan.steps * step_s)
                 advice = "raise eval_every or lower eval_tokens to shorten them"
                 text = f"note: evaluations and saves take {fraction:.0%} of the run: {advice}"
                 self.write(dict(step=step, paused=fraction), text)
         self.write(record, line)
         # By this step, every model should have learned more than the frequencies of tokens.
         due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
-        mean = statistics.mean(self.progress.losses[-20:])
+        mean = statistics.mean(self.progress.losses or [0.0])
         if clock.step < due <= step and mean > self.unigram:
             line = f"warning: the loss ({mean:.2f}) is still not below that of single-token"
             line += f" frequencies ({self.unigram:.2f}): check lr and the data;"
             self.write(dict(step=step, not_below="unigram"), f"{line} {self.how_to_read(step)}")
         clock.restart(step)
 
-    def pauses_from(self, step: int) -> float:
+    def pauses_from(self, step: int, rate: float) -> float:
         """Return the predicted seconds of all evaluations and saves from a step on.
 
-        Each is predicted to take as long as the last one. Those of the step itself are included.
+        Each is predicted to take as long as the last one. The first evaluation has three losses,
+        and its forward passes take a third of the time of training. Those of the step itself are
+        included. rate: tokens trained per second.
         """
+        tokens = [data.meta["splits"]["val"]["tokens"] for data in self.sets]
+        evaluated = sum(min(n, self.cfg.eval_tokens or n) for n in tokens)
+        pauses = {"eval_every": evaluated / rate} | self.pauses
+        every = {key: getattr(self.cfg, key) for key in pauses}
         last = self.plan.steps
-        every = {name: getattr(self.cfg, name) for name in self.pauses}
-        return sum(
-            s * (-(-last // every[k]) - (step - 1) // every[k]) for k, s in self.pauses.items()
-        )
+        return sum(s * (-(-last // every[k]) - (step - 1) // every[k]) for k, s in pauses.items())
 
     def how_to_read(self, step: int) -> str:
         """Return the command that prints the texts of a step."""
@@ -202,8 +207,10 @@ class Report:
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
         ppl, bits_per_byte, units = perplexity_and_bits(mean["val_loss"], float(token_bytes))
 
-        line = f"validation loss {mean['val_loss']:.4f} (train {mean['train_eval_loss']:.4f}, "
-        line += f"by document {mean['val_document_loss']:.4f}) | {units}"
+        others = {"train": mean["train_eval_loss"], "by document": mean["val_document_loss"]}
+        # NaN: none of the tokens that were evaluated on train.bin counts.
+        parts = [f"{name} {loss:.4f}" for name, loss in others.items() if not math.isnan(loss)]
+        line = f"validation loss {mean['val_loss']:.4f} ({', '.join(parts)}) | {units}"
         for key, loss in by_set.items():
             if key.startswith("val_loss/"):
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
@@ -248,14 +255,15 @@ class Report:
                 return
             self.owns_folder()  # the file itself is ours, wherever it was moved
             try:
-                print(json.dumps(record), file=self.file, flush=True)
+                print(json_line(record), file=self.file, end="", flush=True)
             except OSError as e:
                 if not self.lost:
                     problem = f"{self.file.name}: {e.strerror}"
                     self.machine.print0(f"warning: {problem}: records are lost")
                 self.lost = True
         if self.tracker:
-            self.numbers.put({k: v for k, v in record.items() if type(v) in (int, float)})
+            numbers = {k: v for k, v in record.items() if type(v) in (int, float)}
+            self.numbers.put({k: v for k, v in numbers.items() if math.isfinite(v)})
         if line:
             self.machine.print0(f"step {record['step']}/{self.plan.steps} | {line}")
 
@@ -393,7 +401,9 @@ def send_numbers(
         service = importlib.import_module(name)
         service.init(**options)
         while numbers := queue.get():
-            service.log(numbers, step=numbers["step"])
+            # A save ends after later steps were logged. wandb ignores what goes back to its step.
+            step = max(step, numbers["step"])
+            service.log(numbers, step=step)
         service.finish()
     except (Exception, SystemExit) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
@@ -416,17 +426,3 @@ def perplexity_and_bits(loss: float, token_bytes: float) -> tuple[float, float, 
     ppl = math.exp(min(loss, 700.0))  # the largest float is about e^709
     bits_per_byte = loss / math.log(2) / token_bytes
     return ppl, bits_per_byte, f"perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
-
-
-def spike(losses: list[float], loss: float) -> float:
-    """Return how many deviations a loss lies above the median of those before it.
-
-    This is a robust z-score (Iglewicz and Hoaglin, 1993). A deviation is 1.4826 times the median
-    distance from the median, which is the standard deviation of a normal distribution. The result
-    is 0 for fewer than 30 losses.
-    """
-    if len(losses) < 30:
-        return 0.0
-    median = statistics.median(losses)
-    deviation = 1.4826 * statistics.median(abs(x - median) for x in losses)
-    return (loss - median) / max(deviation, 1e-3 * abs(median))

@@ -22,7 +22,6 @@ import prepare
 from hardware.disk import damage
 from model import GPT
 from training.huggingface import from_pretrained
-from training.report import spike
 
 
 @pytest.mark.slow
@@ -243,12 +242,6 @@ def test_fp16_that_overflows_at_every_scale_ends(in_fp16, trains, tmp_path, monk
     # Only the scaler treats the first overflows. Those at a scale of 1 count as bad steps.
     assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}
     assert "4 steps in a row" in error and "step 7" in error
-
-
-def test_the_robust_z_score_is_that_of_the_formula():
-    losses = [float(i % 7) for i in range(70)]  # median 3; deviations from it 0 to 3, with median 2
-    assert spike(losses, 13.0) == pytest.approx(10 / (1.4826 * 2))
-    assert spike(losses[:29], 1e9) == 0.0
 
 
 # -- the disk, the memory --
