@@ -65,7 +65,7 @@ from hardware.disk import (
 )
 from text import nanogpt, report
 from text.baselines import ngram_losses
-from text.dataset import files_of, open_dataset, verify
+from text.dataset import VERIFIED, files_of, open_dataset, verify
 from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
@@ -77,7 +77,15 @@ from text.train_tokenizer import make_tokenizer, save_tokenizer
 from training.metrics import read_metrics
 
 # The files that prepare.py writes to the folder of a data set. It deletes no others there.
-FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "train.bin", "val.bin", "meta.json"}
+FILES = {
+    SentencePiece.file,
+    Tiktoken.file,
+    *HF_FILES,
+    "train.bin",
+    "val.bin",
+    "meta.json",
+    VERIFIED,
+}
 FILES |= {f".{name}.tmp" for name in FILES}  # atomic_write() was killed
 # The settings that determine the documents of a data set, for meta.json.
 DOCUMENT_SETTINGS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
@@ -169,9 +177,15 @@ def replace(target: Path, new: Path, meta: dict) -> None:
     if old := sync_and_rename(new, target, f"{target.name}.old"):
         problem = f"the old data set was made of other files, or changed since: it is now {old}"
         with suppress(UserError):  # it is damaged
-            before = open_dataset(old)
+            before = open_dataset(old, hashes=True)
             if inputs_of(before) == inputs_of(meta):
-                ours = ("train.bin", "val.bin", "meta.json", *files_of(before["tokenizer"]))
+                ours = (
+                    "train.bin",
+                    "val.bin",
+                    "meta.json",
+                    VERIFIED,
+                    *files_of(before["tokenizer"]),
+                )
                 remove_files(old, ours)
                 others = ", ".join(sorted(path.name for path in old.glob("*")))
                 problem = f"{old} keeps what prepare.py has not written to {target}: {others}"

@@ -137,8 +137,8 @@ def main() -> None:
             saved = resume.read_state(init_path)
             model = from_pretrained(init_path, verify=False, dropout=cfg.dropout)
             resume.check_fits(init_path, saved, model.config, cfg, sets)
-            progress = resume.progress_of(saved, cfg, sets, known)
-            cfg = replace(cfg, init_from=resume.original_init_from(saved))
+            progress, known = resume.progress_of(saved, cfg, sets, known)
+            cfg = resume.with_origin(cfg, saved)
         else:
             model = resume.model_to_tune(init_path, cfg, sets, verify=machine.local_rank == 0)
         # A model to be sharded stays on the CPU until each device gets its shard.
@@ -237,7 +237,7 @@ def main() -> None:
         for step in range(start_step, plan.steps + 1):
             at_end = step == plan.steps
             last = at_end or progress.gives_up()
-            evaluates = (at_end or step % cfg.eval_every == 0) and "val_loss" not in known
+            evaluates = known.get("evaluates", at_end or step % cfg.eval_every == 0)
             samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
             samples = samples and "sample" not in known
             # A bad step was skipped: the weights are those from before it.

@@ -5,6 +5,7 @@
     tokenizer.*          the tokenizer: training and sampling need nothing outside the folder
     meta.json            counts, hashes, sources, and what was left out and why; it is written last,
                          so a data set that has it is complete
+    .verified.json       which .bin was hashed last by a training, so that it is done once
 
 prepare.py writes these files. train.py, sample.py and the workers of prepare.py read them with the
 functions in this module, which does not need torch. text/windows.py decides the order in which the
@@ -14,13 +15,14 @@ tokens are read.
 import hashlib
 import json
 import os
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from configurator import UserError
-from hardware.disk import file_sha256, unseal
+from hardware.disk import atomic_write, file_sha256, json_bytes, read_object, unseal
 from hardware.terminal import ProgressBar
 from text.chat import answer_bounds, chatml_ids
 from text.packing import LossWeights, find_tokens, packed, padded
@@ -28,6 +30,7 @@ from text.tokenizer import Tokenizer, open_tokenizer
 from text.windows import DataSet, Documents, Loader, LossOn, LossPer, PackedWindows, Windows
 
 FORMAT_VERSION = 2
+VERIFIED = ".verified.json"  # see verify_once()
 AGAIN = "run prepare.py again; if it belongs to a checkpoint, use another checkpoint"
 
 
@@ -68,13 +71,12 @@ def id_type(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
-def open_dataset(folder: Path, hashes: bool = True) -> dict:
+def open_dataset(folder: Path, hashes: bool = False) -> dict:
     """Return the meta.json of a data set.
 
     Raises UserError if the data set is not complete, or if a file is not the one that meta.json
-    describes. The size of a .bin is always compared. Its hash is compared only if it is newer than
-    meta.json, which was written last: then it was copied or changed. hashes: False if another
-    process compares them.
+    describes. The size of a .bin is always compared. hashes: whether to compare its hash as well,
+    unless that was done before.
     """
     meta = read_meta(folder)
     check_tokenizer_files(folder, meta["tokenizer"])
@@ -85,8 +87,8 @@ def open_dataset(folder: Path, hashes: bool = True) -> dict:
         if actual != size:
             problem = f"{actual} bytes where meta.json says {size}: missing, truncated or replaced"
             raise UserError(f"{path}: {problem}; run prepare.py again")
-        if hashes and path.stat().st_mtime_ns > (folder / "meta.json").stat().st_mtime_ns:
-            verify(folder, meta, split)
+        if hashes:
+            verify_once(folder, meta, split)
     return meta
 
 
@@ -137,6 +139,23 @@ def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
     return np.memmap(Path(folder) / f"{split}.bin", dtype=dtype, mode="r")
 
 
+def verify_once(folder: Path, meta: dict, split: str) -> None:
+    """Verify a split, unless .verified.json says that this very file was verified before.
+
+    Each change of a file gives it another ctime, which cannot be set, and each copy another inode.
+    If the folder is read-only, the split is verified each time.
+    """
+    info = os.stat(folder / f"{split}.bin")
+    this = [meta["splits"][split]["sha256"], info.st_size, info.st_ctime_ns, info.st_ino]
+    verified = {}
+    with suppress(OSError, ValueError):
+        verified = read_object(folder / VERIFIED)
+    if verified.get(split) != this:
+        verify(folder, meta, split)
+        with suppress(OSError):
+            atomic_write(folder / VERIFIED, json_bytes(verified | {split: this}))
+
+
 def verify(folder: str | Path, meta: dict, split: str) -> None:
     """Read a split once, and raise UserError unless it has the hash that meta.json says."""
     ids = open_split(folder, meta, split)
@@ -166,7 +185,7 @@ def newest_dataset(data_dir: str | Path) -> str:
     return max(metas, key=os.path.getmtime).parent.name
 
 
-def open_datasets(spec: str, data_dir: str | Path, hashes: bool = True) -> list[DataSet]:
+def open_datasets(spec: str, data_dir: str | Path, hashes: bool = False) -> list[DataSet]:
     """Open the data sets that `spec` names: `wiki`, `wiki:0.7,code:0.3`, or `wiki,code`.
 
     Without weights, the weight of each data set is the size of its training split. hashes: see

@@ -42,16 +42,15 @@ def banner(
     if loader.eos_id is not None:
         fraction = fraction_within(loader)
         attention = f"within a document: {fraction:.0%} of the T x T pairs of tokens"
-    taught = ""
-    if fraction := fraction_without_target(loader):
-        taught = f"{fraction:.0%} of the windows have no target: they teach nothing"
+    empty = fraction_without_target(loader)
     size = bytes_needed(model, step)
     capacity = memory_capacity(machine.device)
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
         "data": "; ".join(describe_data(data) for data in sets),
-        "windows": "; ".join(filter(None, [*(windows.cut for windows in loader.splits), taught])),
+        "windows": "; ".join(filter(None, (windows.cut for windows in loader.splits))),
+        "no target": f"in {empty:.0%} of the windows, which teach nothing" if empty else "",
     }
     rows |= rows_of_plan(plan, cfg, sets, model, machine.world)
     rows |= rows_of_model(model, cfg.block_size)

@@ -51,8 +51,14 @@ from text.dataset import files_of
 from text.hf_tokenizer import HF_FILES, chat_files, only_ends, read_json, to_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken, Tokenizer
 from text.windows import DataSet
-from training.evaluate import val_hashes
-from training.huggingface import architecture_of, save_weights, to_config
+from training.evaluate import val_hashes, weights_of
+from training.huggingface import (
+    architecture_of,
+    is_utf8,
+    load_tensors,
+    save_weights,
+    to_config,
+)
 from training.metrics import evaluations, read_metrics
 from training.plan import Progress
 from training.report import Report
@@ -243,6 +249,7 @@ def shared_files(
     changes = {
         "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
         "judged_by": val_hashes(sets),
+        "weights": weights_of(sets),
         # manifest.json has the hashes of the tokenizer's files
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
     }
@@ -353,13 +360,28 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 
 
 def intact_checkpoint(ckpt_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose files match its manifest, or None."""
+    """Return the newest checkpoint whose files match its manifest and its number, or None."""
     for path in numbered(ckpt_dir):
         problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
         if not problem:
-            return path
+            step = step_of(path)
+            with suppress(ValueError):  # read_state() will say what is wrong
+                step = load_state(path).get("step", step)
+            if step == step_of(path):
+                return path
+            problem = f"{path} is a copy of step {step}"
         note(f"{problem}: damaged; the previous checkpoint is used, if there is one")
     return None
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of train_state.pt. Raises ValueError if it cannot be read."""
+    # With mmap, a tensor takes memory only when it is read, and all processes share that memory.
+    # But torch opens paths as UTF-8, so a path in GBK is read without mmap.
+    state = load_tensors(checkpoint / "train_state.pt", mmap=is_utf8(checkpoint))
+    if not isinstance(state, dict):
+        raise ValueError(f"it is a {type(state).__name__}, not a dict")
+    return state
 
 
 def set_newer_aside(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.chat import question_ids
-from text.dataset import names_and_weights, open_windows
+from text.dataset import open_windows
 from text.tokenizer import Tokenizer
 from text.windows import DataSet, Documents, Loader, Windows
 from training.batches import to_batch
@@ -80,17 +80,19 @@ def val_hashes(sets: list[DataSet]) -> dict[str, str]:
     return {data.name: data.meta["splits"]["val"]["sha256"] for data in sets}
 
 
-def judged_by(cfg: TrainConfig, hashes: dict[str, str]) -> dict[str, Any]:
-    """Return what a validation loss depends on, apart from the model. hashes: see val_hashes().
+def weights_of(sets: list[DataSet]) -> dict[str, str]:
+    """Return the weight of each data set in the mixture, as a fraction: `2/3`."""
+    return {data.name: str(data.weight) for data in sets}
+
+
+def judged_by(cfg: TrainConfig, hashes: dict[str, str], weights: dict[str, str]) -> dict[str, Any]:
+    """Return what a validation loss depends on, apart from the model.
 
     Two losses of a run can be compared if this was the same for both. A run keeps its block_size
-    and its loss_on.
+    and its loss_on. hashes: see val_hashes(). weights: see weights_of().
     """
-    names, weights = names_and_weights(cfg.dataset)
-    total = sum(weight or 1 for weight in weights)
-    fractions = [str((weight or 1) / Fraction(total)) for weight in weights]
-    pairs = sorted([hashes[name], part] for name, part in zip(names, fractions, strict=True))
-    return {"shares": pairs, "eval_tokens": cfg.eval_tokens}
+    shares = sorted([sha256, weights[name]] for name, sha256 in hashes.items())
+    return {"shares": shares, "eval_tokens": cfg.eval_tokens}
 
 
 def evaluate_all(

@@ -52,6 +52,18 @@ def evaluations(records: list[dict]) -> dict[int, float]:
     return losses
 
 
+def records_until(records: list[dict], step: int) -> list[dict]:
+    """Return the records of a run's first `step` steps and of the weights after them.
+
+    A process that has resumed there may have recorded its settings, and evaluated these weights on
+    other data. Both are left out.
+    """
+    starts = [i for i, r in enumerate(records) if r["step"] == step and "settings" in r]
+    start = min(starts, default=len(records))
+    of_start = [r for r in records[start:] if not {"settings", "val_loss", "sample"} & r.keys()]
+    return [record for record in records[:start] + of_start if record["step"] <= step]
+
+
 def json_line(record: dict) -> str:
     """Return a record as a line of the file, without numbers that are not finite."""
 

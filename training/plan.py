@@ -91,8 +91,10 @@ class Progress:
         newer: dict[str, Any] = {"epoch_tokens": 0, "epoch_shift": 0, "data_begun": 0, "code": ""}
         training = newer | training  # a checkpoint may be older than these fields
         for name, default in asdict(cls()).items():
-            if type(training.get(name)) is not type(default):
-                raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: damaged")
+            value = training.get(name)
+            fits = type(value) is type(default) and (name not in ("step", "samples") or value >= 0)
+            if not fits or (name == "losses" and not all(type(loss) is float for loss in value)):
+                raise UserError(f"train_state.pt: {name} is {value!r:.80}: damaged")
         progress = cls(**{f.name: training[f.name] for f in fields(cls)})
         if progress.gives_up():
             progress.bad_in_a_row = 0

@@ -33,11 +33,11 @@ from hardware.terminal import ProgressBar, is_terminal, quoted
 from model import GPTConfig
 from text.baselines import mixed_baselines
 from text.windows import DataSet
-from training.evaluate import judged_by, val_hashes
+from training.evaluate import judged_by, val_hashes, weights_of
 from training.huggingface import architecture_of
-from training.metrics import json_line, read_metrics, start_metrics
+from training.metrics import json_line, read_metrics, records_until, start_metrics
 from training.plan import Plan, Progress
-from training.settings import TRAINING, TrainConfig
+from training.settings import RUN_SETTINGS, TRAINING, TrainConfig
 
 PLOT = Path(__file__).resolve().parents[1] / "plot.py"
 SYNC = "metrics.jsonl has all numbers"
@@ -327,9 +327,7 @@ def first_records(
     """
     step = progress.step
     before = read_metrics(path)
-    records = [record for record in before if record["step"] <= step and step > 0]
-    # Settings under which no step was trained.
-    records = [r for r in records if not ("settings" in r and r["step"] == step)]
+    records = records_until(before, step) if step else []
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
@@ -344,9 +342,15 @@ def first_records(
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
-        "judged_by": judged_by(cfg, val_hashes(sets)),
+        "judged_by": judged_by(cfg, val_hashes(sets), weights_of(sets)),
         "landmarks": mixed_baselines(sets, cfg.loss_on),
     }
+    # The settings of a start that saved nothing are in no checkpoint: the run has lost them.
+    started = [r["settings"] for r in before if "settings" in r and r["step"] >= step]
+    of_last = {k: v for k, v in (started or [{}])[-1].items() if k not in RUN_SETTINGS}
+    if gone := [f"{k}={v}" for k, v in of_last.items() if settings.get(k, v) != v]:
+        problem = f"the last start had {', '.join(gone)}, but saved no checkpoint"
+        note(f"{problem}: to keep these settings, give them again")
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):
         records.append({"step": step, "first_sample": progress.samples - progress.data_begun} | run)

@@ -31,13 +31,14 @@ from training.checkpoint import (
     complete_checkpoints,
     holds_files,
     intact_checkpoint,
+    load_state,
     newest_checkpoint,
     newest_run,
     step_of,
 )
-from training.evaluate import judged_by, val_hashes
-from training.huggingface import NANOGPT, from_pretrained, is_utf8, load_tensors, read_shape
-from training.metrics import read_metrics
+from training.evaluate import judged_by, val_hashes, weights_of
+from training.huggingface import NANOGPT, from_pretrained, read_shape
+from training.metrics import read_metrics, records_until
 from training.plan import Progress
 from training.settings import RUN_SETTINGS, TrainConfig, model_config
 
@@ -175,14 +176,15 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
 def known_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
     """Return the recorded results of the weights that the run in `folder` starts from.
 
-    They contain "saved" if the weights are a checkpoint of this run. Other weights are not
-    evaluated at the start.
+    They contain "saved" if the weights are a checkpoint of this run, and "evaluates" if these
+    weights must be evaluated now, or must not.
     """
     if init_path is None or init_path.parent != folder / "ckpt":
-        return {"val_loss": math.inf, "sample": ""}
-    records = read_metrics(folder / "metrics.jsonl")
-    known = [record for record in records if record["step"] == step_of(init_path)]
-    return {key: value for record in known for key, value in record.items()} | {"saved": init_path}
+        return {"evaluates": False, "sample": ""}
+    step = step_of(init_path)
+    records = records_until(read_metrics(folder / "metrics.jsonl"), step)
+    items = {k: v for record in records if record["step"] == step for k, v in record.items()}
+    return items | {"saved": init_path} | ({"evaluates": False} if "val_loss" in items else {})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -203,15 +205,15 @@ def read_state(folder: Path) -> Saved:
 
     Raises UserError or OSError if a file cannot be read.
     """
-    path = folder / "train_state.pt"
-    # With mmap, a tensor takes memory only when it is read, and all processes share that memory.
-    # But torch opens paths as UTF-8, so a path in GBK is read without mmap.
     try:
-        state = load_tensors(path, mmap=is_utf8(path))
-        settings = read_object(folder / "train_config.json")
-        return Saved(settings, read_object(folder / "meta.json"), state)
+        meta = read_object(folder / "meta.json")
+        if missing := {"trained_on", "judged_by", "tokenizer"} - meta.keys():
+            raise ValueError(f"meta.json has no {min(missing)}")
+        # Earlier versions did not store the weights of a mixture.
+        meta = {"weights": dict.fromkeys(meta["trained_on"], "1")} | meta
+        return Saved(read_object(folder / "train_config.json"), meta, load_state(folder))
     except ValueError as e:
-        raise UserError(f"{path}, or a .json next to it: {e}") from None
+        raise UserError(f"{folder / 'train_state.pt'}, or a .json next to it: {e}") from None
 
 
 def check_fits(
@@ -264,6 +266,17 @@ def check_fits(
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
+def with_origin(cfg: TrainConfig, saved: Saved) -> TrainConfig:
+    """Return the settings with the init_from that a run was started with, whatever is given now."""
+    began = original_init_from(saved)
+    origin = Path(began).resolve()
+    of_origin = (origin, *origin.parents[:2])  # a run is given as out/RUN
+    if cfg.init_from != "scratch" and Path(cfg.init_from).resolve() not in of_origin:
+        ignored = f"init_from={cfg.init_from} is ignored: this run began from {began}"
+        note(f"{ignored}, and continues with its own weights; another --run_name starts from it")
+    return replace(cfg, init_from=began)
+
+
 def original_init_from(saved: Saved) -> str:
     """Return the init_from of the command that started a run."""
     init_from = saved.settings.get("init_from", "scratch")
@@ -283,23 +296,25 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
 
 def progress_of(
     saved: Saved, cfg: TrainConfig, sets: list[DataSet], known: dict[str, Any]
-) -> Progress:
-    """Return the progress of a checkpoint. If other data are evaluated now, the best is reset.
+) -> tuple[Progress, dict[str, Any]]:
+    """Return the progress of a checkpoint, and what is known of it: see known_results().
 
-    known: see known_results(). The checkpoint was written before its evaluation.
+    If other data are evaluated now, the best checkpoint is chosen again, from this one on. The
+    checkpoint was written before its evaluation.
     """
     progress = Progress.from_state(saved.state)
     progress.add_evaluation(known.get("val_loss", math.inf))
-    then = judged_by(checkpoint_settings(saved, cfg), saved.meta["judged_by"])
-    if then != judged_by(cfg, val_hashes(sets)):
-        if progress.best_step >= 0:
-            note("the validation data have changed: the best checkpoint is chosen again")
+    before = checkpoint_settings(saved, cfg)
+    then = judged_by(before, saved.meta["judged_by"], saved.meta["weights"])
+    if then != judged_by(cfg, val_hashes(sets), weights_of(sets)):
+        note("the evaluation has changed: the best checkpoint is chosen anew, from this one on")
         progress = replace(progress, best_step=-1, best_val_loss=math.inf)
+        known = known | {"evaluates": True}
     trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
     if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
         note(f"the data change here: {cfg.dataset} is read from its first window on")
         progress = replace(progress, data_begun=progress.samples)
-    return progress
+    return progress, known
 
 
 def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
@@ -308,9 +323,11 @@ def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> lis
     RUN_SETTINGS are left out: they do not change what the model learns.
     """
     old = saved.settings
-    then = judged_by(checkpoint_settings(saved, cfg), saved.meta["judged_by"])
-    renamed = then["shares"] == judged_by(cfg, val_hashes(sets))["shares"]
-    reorder = ["seed", "documents", *(() if renamed else ["dataset"])]
+    # The place of a data set in the mixture is part of its seed. Other data begin anew.
+    now = {data.meta["splits"]["train"]["sha256"]: str(data.weight) for data in sets}
+    then = {sha256: saved.meta["weights"][k] for k, sha256 in saved.meta["trained_on"].items()}
+    is_mixed_anew = now.keys() == then.keys() and [*now.items()] != [*then.items()]
+    reorder = ["seed", "documents", *(["dataset"] if is_mixed_anew else [])]
     order = " (the order of windows changes: some are read twice, others never)"
     return [
         f"{k} {old[k]} -> {value}{order if k in reorder else ''}"

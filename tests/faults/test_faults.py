@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 import prepare
 from hardware.disk import damage
 from model import GPT
+from text import dataset
+from text.dataset import open_datasets
 from training.huggingface import from_pretrained
 
 
@@ -56,16 +58,63 @@ def test_a_damaged_file_is_named_and_the_save_before_it_taken(finished, trains, 
 @pytest.mark.parametrize("fault", harness.DAMAGE)
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.model"])
 def test_a_damaged_data_set_is_found_before_any_step(own_data, tmp_path, refuses, name, fault):
-    """A .bin that has its size is hashed, since it is newer than meta.json."""
     harness.hurt(own_data / name, fault, random.Random(3))
     error = refuses(lambda: train_tiny(tmp_path, tmp_path))
     assert name in error or "no data set in" in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_bin_that_was_only_copied_is_trained_on(own_data, tmp_path):
-    os.utime(own_data / "train.bin")
-    train_tiny(tmp_path, tmp_path, "--max_steps=1")
+def reverse(path: Path) -> None:
+    """Put another text of the same size and time in the place of a file."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def reverse_a_copy(path: Path) -> None:
+    shutil.copy2(path, path.with_suffix(".copy"))
+    reverse(path.with_suffix(".copy"))
+    path.with_suffix(".copy").replace(path)
+
+
+def punch(path: Path) -> None:
+    """Make the second half of a file a hole, and give the file an old time."""
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    os.truncate(path, size)
+    os.utime(path, (0, 0))
+
+
+@pytest.mark.parametrize("change", [reverse, reverse_a_copy, punch])
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+@pytest.mark.parametrize("starts_before", [0, 1])
+def test_other_data_of_the_same_size_are_found_at_a_start(
+    own_data, tmp_path, refuses, change, name, starts_before
+):
+    for _ in range(starts_before):
+        open_datasets("tiny", tmp_path, hashes=True)
+    change(own_data / name)
+    assert name in refuses(lambda: train_tiny(tmp_path, tmp_path))
+
+
+def test_a_data_set_is_hashed_once_and_again_when_copied(own_data, tmp_path, monkeypatch):
+    hashed = Mock(wraps=dataset.verify)
+    monkeypatch.setattr(dataset, "verify", hashed)
+
+    def hashes() -> int:
+        hashed.reset_mock()
+        open_datasets("tiny", tmp_path, hashes=True)
+        return hashed.call_count
+
+    assert [hashes(), hashes()] == [2, 0]
+    shutil.copytree(own_data, tmp_path / "copy")
+    shutil.rmtree(own_data)
+    (tmp_path / "copy").rename(own_data)
+    assert [hashes(), hashes()] == [2, 0]
+    (own_data / ".verified.json").write_text("[]")
+    read_only = Mock(side_effect=OSError(30, "Read-only file system"))
+    monkeypatch.setattr(dataset, "atomic_write", read_only)
+    assert [hashes(), hashes()] == [2, 2]
 
 
 def test_a_strange_train_state_is_one_line_and_runs_no_code(copied, trains, tmp_path, refuses):
@@ -75,11 +124,16 @@ def test_a_strange_train_state_is_one_line_and_runs_no_code(copied, trains, tmp_
 
     folder = saved(copied)
     state = torch.load(folder / "train_state.pt", weights_only=True)
-    strange = {name: state | {name: [None]} for name in ("samples", "best_val_loss")}
-    for name, content in (strange | {"train_state.pt": state | {"optimizer": Evil()}}).items():
+    strange = [("samples", [None]), ("samples", -1), ("best_val_loss", "1"), ("losses", ["a"])]
+    contents = [(name, state | {name: value}) for name, value in strange]
+    contents += [("train_state.pt", [state]), ("train_state.pt", state | {"optimizer": Evil()})]
+    for name, content in contents:
         torch.save(content, folder / "train_state.pt")
         forge(folder)
         assert name in refuses(lambda: trains("--init_from=resume"))
+    torch.save(state, folder / "train_state.pt")
+    forge(folder, "meta.json", b"{}")
+    assert "meta.json" in refuses(lambda: trains("--init_from=resume"))
     assert not (tmp_path / "pwned").exists()
 
 

@@ -10,7 +10,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -36,15 +37,17 @@ from test_faults import ENDLESS, launch, poison, steps_in
 import prepare
 import sample
 import train
-from configurator import UserError
+from configurator import UserError, note
 from hardware.disk import damage, remove_files
 from model import GPT
 from plot import read_run
-from training import checkpoint
-from training.checkpoint import lock_run, newest_run
+from text.dataset import load_tokenizer, open_datasets
+from text.windows import DataSet
+from training import checkpoint, resume
+from training.checkpoint import lock_run, newest_run, shared_files
 from training.metrics import read_metrics
 from training.plan import Progress, lr_at, make_plan
-from training.settings import TrainConfig
+from training.settings import TrainConfig, model_config
 
 
 def put(folder: Path, *names: str) -> dict[str, bytes]:
@@ -102,6 +105,57 @@ def test_a_resume_records_a_checkpoint_that_was_not_recorded(copied, trains):
     (copied / "metrics.jsonl").write_text("".join(unsaved))
     trains("--init_from=resume", "--max_steps=12")
     assert metrics(copied, "saved").keys() == {8, 12}
+
+
+def test_settings_of_a_start_that_saved_nothing_are_told(copied, trains, monkeypatch, capsys):
+    """Once; and only those that this start does not have."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "take_step", Mock(side_effect=KeyboardInterrupt))
+        more = ["--seed=7", "--weight_decay=0.5", "--max_steps=12", "--tracker=none"]
+        trains("--init_from=resume", *more)
+    assert "the last start" not in capsys.readouterr().err
+    for told in (True, False):
+        note.cache_clear()
+        trains("--init_from=resume", "--weight_decay=0.5", "--max_steps=9")
+        err = capsys.readouterr().err
+        assert ("the last start had seed=7, max_steps=12, but" in err) == told
+
+
+GIVEN = [*(("model", name) for name in ("run", "checkpoint", "another", "missing"))]
+
+
+@pytest.mark.parametrize("began, given", [*GIVEN, ("scratch", "run")])
+def test_a_model_that_a_resume_does_not_use_is_named(
+    finished, tmp_path, trains, capsys, began, given
+):
+    """The run continues with its own weights."""
+    base = finished.parent / "run"
+    paths = {"run": base, "checkpoint": saved(base), "another": base / "ckpt" / "step_00000004"}
+    paths["missing"] = tmp_path / "nowhere"
+    name = f"--run_name={began}"
+    trains(name, "--max_steps=1", *([f"--init_from={base}"] if began == "model" else []))
+    capsys.readouterr()
+    trains(name, f"--init_from={paths[given]}", "--init_from=auto", "--max_steps=2")
+    is_base = began == "model" and given in ("run", "checkpoint")
+    assert (f"init_from={paths[given]} is ignored" in capsys.readouterr().err) == (not is_base)
+    settings = json.loads((saved(tmp_path / began) / "train_config.json").read_text())
+    assert settings["init_from"] == ("scratch" if began == "scratch" else str(saved(base)))
+
+
+def copy_as_99(step_4: Path) -> None:
+    shutil.copytree(step_4, step_4.with_name("step_00000099"))
+
+
+def link_as_99(step_4: Path) -> None:
+    step_4.with_name("step_00000099").symlink_to(step_4.name)
+
+
+@pytest.mark.parametrize("put_99", [copy_as_99, link_as_99])
+def test_a_checkpoint_under_another_number_is_not_resumed(copied, trains, put_99, capsys):
+    put_99(copied / "ckpt" / "step_00000004")
+    run = trains("--init_from=resume", "--max_steps=9", "--keep=9")
+    assert "step_00000099 is a copy of step 4" in capsys.readouterr().err
+    assert steps_in(run) == ["04", "08", "09", "99_kept"]
 
 
 # -- --overwrite --
@@ -467,19 +521,89 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(trains):
     assert all(damage(path) for path in (run / "ckpt").glob("*_kept"))
 
 
-def test_best_begins_anew_where_other_data_are_evaluated(copied, trains, evaluates, capsys):
-    """For pruning, --which=best and the picture."""
-    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
-    torch.save(state | {"best_val_loss": 1.0}, saved(copied) / "train_state.pt")
-    forge(saved(copied))
-    with open(copied / "metrics.jsonl", "a") as f:
-        f.write('{"step": 8, "val_loss": 1.0}\n')
-    evaluates({8: 5.0, 12: 4.0, 16: 3.0, 20: 4.0})
-    trains("--init_from=resume", "--eval_tokens=64", "--max_steps=20", "--keep=1")
-    assert steps_in(copied) == ["16", "20"]
+def measure(monkeypatch, *losses: float) -> Mock:
+    """Set the losses of the next evaluations."""
+    keys = ("val_loss", "val_document_loss", "train_eval_loss")
+    evaluate = Mock(side_effect=[dict.fromkeys(keys, [loss]) for loss in losses])
+    monkeypatch.setattr(train, "evaluate_all", evaluate)
+    return evaluate
+
+
+@pytest.mark.parametrize("every, steps", [(4, [8, 12, 16, 20]), (5, [8, 10, 15, 20])])
+def test_a_resumed_checkpoint_is_judged_by_a_new_measure(
+    copied, trains, capsys, monkeypatch, every, steps
+):
+    """It may be the best, for pruning, --which=best and the picture. Older losses do not count."""
+    losses = (2.0, 3.0, 4.0, 5.0)
+    measure(monkeypatch, *losses)
+    more = ["--init_from=resume", "--max_steps=20", "--keep=1", f"--eval_every={every}"]
+    trains(*more, "--eval_tokens=64")
+    new = {step: loss for step, loss in metrics(copied, "val_loss").items() if step >= 8}
+    assert new == dict(zip(steps, losses, strict=True)) and steps_in(copied) == ["08", "20"]
     call(sample.main, f"--ckpt={copied}", "--which=best", "--max_new_tokens=1", "--device=cpu")
-    assert "step_00000016, the best" in capsys.readouterr().err
-    assert "at step 16" in read_run(copied, "steps", "loss").name
+    assert "step_00000008, the best" in capsys.readouterr().err
+    assert "at step 8" in read_run(copied, "steps", "loss").name
+
+
+def test_a_new_measure_is_recorded_once_and_forgotten_with_it(copied, trains, monkeypatch):
+    """A resume from the same checkpoint judges it again; with the old measure, it is known."""
+    old = metrics(copied, "val_loss")[8]
+    for loss in (2.0, 1.0):
+        measure(monkeypatch, loss, 3.0)
+        trains("--init_from=resume", "--max_steps=12", "--eval_tokens=64")
+        records = [r for r in read_metrics(copied / "metrics.jsonl") if r["step"] == 8]
+        assert [r["val_loss"] for r in records if "val_loss" in r] == [old, loss]
+        shutil.rmtree(saved(copied))
+    evaluations = measure(monkeypatch, old + 1)
+    trains("--init_from=resume", "--max_steps=12")
+    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
+    assert evaluations.call_count == 1 and metrics(copied, "val_loss")[8] == old
+    assert (state["best_step"], state["best_val_loss"]) == (8, old)
+
+
+MIXTURES = [  # before, after, whether losses can be compared, whether the order of windows changes
+    ("tiny,other", "tiny,other", True, False),
+    ("tiny,other", "other,tiny", True, True),
+    ("tiny,other", "tiny:0.5,other:0.5", False, True),
+    ("tiny:1,other:1", "tiny:0.5,other:0.5", True, False),
+    ("tiny:1,other:2", "other:4,tiny:2", True, True),
+    ("tiny,other", "tiny,grown", False, False),
+    ("other", "grown", True, False),  # train.bin grew, val.bin stayed
+    ("tiny", "other", False, False),
+]
+
+
+@pytest.fixture
+def mixed(own_data, tmp_path) -> Callable[[str], tuple[TrainConfig, list[DataSet]]]:
+    """mixed(spec) returns the settings and the data sets. `grown` is `other` with more tokens."""
+    tokenizer = f"--tokenizer={own_data}"
+    prepared(tmp_path, make_records(200, seed=3), "--name=other", tokenizer)
+    meta = json.loads((tmp_path / "other" / "meta.json").read_text())
+    meta["splits"]["train"] |= {"tokens": 2 * meta["splits"]["train"]["tokens"], "sha256": "2"}
+    shutil.copytree(tmp_path / "other", tmp_path / "grown")
+    forge(tmp_path / "grown", "meta.json", json.dumps(meta).encode())
+    os.truncate(tmp_path / "grown" / "train.bin", meta["splits"]["train"]["tokens"] * 2)
+
+    def open_sets(spec: str) -> tuple[TrainConfig, list[DataSet]]:
+        return TrainConfig(dataset=spec), open_datasets(spec, tmp_path, hashes=False)
+
+    return open_sets
+
+
+@pytest.mark.parametrize("before, now, comparable, reordered", MIXTURES)
+def test_sizes_and_places_of_data_sets_are_their_weights_and_order(
+    mixed, own_data, before, now, comparable, reordered
+):
+    cfg, sets = mixed(before)
+    shape = model_config(cfg, sets[0].meta["vocab_size"])
+    files = shared_files(cfg, sets, load_tokenizer(own_data), shape)
+    content = [json.loads(files[name]) for name in ("train_config.json", "meta.json")]
+    progress = Progress(step=8, best_step=4, best_val_loss=1.0)
+    checkpoint = resume.Saved(*content, asdict(progress))
+    progress, known = resume.progress_of(checkpoint, *mixed(now), {})
+    assert (progress.best_step == 4) == comparable == ("evaluates" not in known)
+    changed = " ".join(resume.settings_changed(checkpoint, *mixed(now)))
+    assert ("order of windows" in changed) == reordered and (now in changed) == (now != before)
 
 
 def test_pruning_leaves_what_somebody_added_or_linked(copied, trains, tmp_path, evaluates):
