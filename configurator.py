@@ -390,6 +390,9 @@ def given_settings(
             read_file(cls, arg, values)
         else:
             raise UserError(f"argument {arg!r}: expected config/NAME.py or --key=value; see --help")
+    for key, other in getattr(cls, "SUITS", {}).items():
+        if other in values and options.get(other, values[other]) != values[other]:
+            values.pop(key, None)
     for key, value in options.items():  # after all files, wherever these are on the command line
         set_value(cls, values, key, value, f"--{key}")
     # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.

@@ -76,16 +76,9 @@ from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import make_tokenizer, save_tokenizer
 from training.metrics import read_metrics
 
-# The files that prepare.py writes to the folder of a data set. It deletes no others there.
-FILES = {
-    SentencePiece.file,
-    Tiktoken.file,
-    *HF_FILES,
-    "train.bin",
-    "val.bin",
-    "meta.json",
-    VERIFIED,
-}
+# The files that we write to the folder of a data set. prepare.py deletes no others there.
+FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
+FILES |= {"train.bin", "val.bin", "meta.json", VERIFIED}
 FILES |= {f".{name}.tmp" for name in FILES}  # atomic_write() was killed
 # The settings that determine the documents of a data set, for meta.json.
 DOCUMENT_SETTINGS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")

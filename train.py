@@ -118,7 +118,7 @@ def main() -> None:
     tokenizer = load_tokenizer(sets[0].folder)
     loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, cfg.loss_on)
     evaluated = evaluation_windows(sets, cfg)
-    prompt = prompt_ids(cfg, tokenizer)
+    cfg, prompt = prompt_ids(cfg, sets, tokenizer)
     val = sets[0].meta["splits"]["val"]
     length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: about 200 bytes
 

@@ -27,7 +27,7 @@ GPT2 += ["--batch_size=2", "--batch_tokens=256", "--dropout=0.1", "--dtype=float
 ONE = [*GPT2, "--run_name=gpt2", "--schedule=constant"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SAMPLE = ["sample.py", "--device=cpu"]
-TEXTS = ["--num_samples=2", "--max_new_tokens=50", "--seed=1"]
+TEXTS = ["--prompt=The", "--num_samples=2", "--max_new_tokens=50", "--seed=1"]
 RUNS = [
     [*PREPARE, "--vocab_size=400", "--val_fraction=0.1"],
     ["train.py", *DEMO, "--max_steps=30"],

@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -17,18 +16,31 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, REPO, TINY, call, end, forge, metrics, same, saved, train_tiny
+from conftest import (
+    CPU,
+    REPO,
+    TINY,
+    call,
+    end,
+    forge,
+    metrics,
+    prepared,
+    same,
+    saved,
+    train_tiny,
+)
 
+import sample
 import train
 from configurator import UserError, parse
 from hardware.disk import damage
 from hardware.machine import Clock
-from model import GPT
+from model import GPT, INIT
 from text.dataset import load_tokenizer, open_datasets, open_windows
 from text.windows import Rows
 from training import banner
 from training.batches import read_ahead, to_batch
-from training.evaluate import evaluate, write_text
+from training.evaluate import evaluate, prompt_ids, write_text
 from training.huggingface import from_pretrained
 from training.parallel import compiler_errors, separate_cache
 from training.plan import lr_at, make_plan
@@ -93,6 +105,19 @@ def test_a_shipped_config_trains_the_same_on_1_to_8_gpus(path):
         assert bool(warned) == (abs(tokens / cfg.batch_tokens - 1) > 0.1)
         # The smallest have 16 sequences in a step, or 4.
         assert not warned or (world >= 6 and path.stem in ("chat", "demo", "docs", "docs_large"))
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "qwen3"])  # with a tied head, and with its own
+def test_the_first_loss_is_the_expected_one_of_each_init(preset):
+    shape = config(f"--preset={preset}", "--n_embd=96", "--n_kv_head=0")
+    model = GPT(model_config(shape, 67))
+    ids = torch.randint(67, (16, 33), generator=torch.Generator().manual_seed(0))
+    for init in INIT:
+        torch.manual_seed(0)
+        model.init_weights(init)
+        with torch.no_grad():
+            loss = model(ids[:, :-1], ids[:, 1:]).item()
+        assert loss == pytest.approx(banner.first_loss(model.config, init), abs=0.25), init
 
 
 def test_reading_the_data_too_often_is_a_warning(tiny_data):
@@ -264,6 +289,46 @@ def test_samples_show_what_the_weights_of_their_step_write(straight, tiny_data):
     assert samples[8] == f"the loop{text}" and model.training
 
 
+TOLD = {"text": "Let me tell you a tale that is long.\nIt ends."}
+ASKED = {"messages": [{"role": "user", "content": "Why is\nit?"}]}
+ASKED["messages"] += [{"role": "assistant", "content": "So."}]
+SYSTEM = {"messages": [{"role": "system", "content": "Be kind."}, *ASKED["messages"]]}
+CHINESE = {"text": "床前明月光，疑是地上霜。举头望明月，低头思故乡。春眠不觉晓，处处闻啼鸟。"}
+DRAWN = [  # the documents, block_size, loss_on, the prompt
+    (TOLD, 256, "all", "Let me tell you a tale that is"),
+    (TOLD, 64, "all", "Let me"),
+    (TOLD, 4, "all", ""),
+    (CHINESE, 256, "all", CHINESE["text"][:32]),
+    (ASKED, 256, "answers", "Why is"),
+    (SYSTEM, 256, "all", "Why is"),
+]
+
+
+@pytest.mark.parametrize("record, T, loss_on, prompt", DRAWN)
+def test_the_prompt_is_the_first_words_of_a_document(
+    own_data, tmp_path, record, T, loss_on, prompt
+):
+    tokenizer = f"--tokenizer={own_data}"
+    prepared(tmp_path, [record] * 9, "--name=own", tokenizer, "--val_fraction=0.5")
+    sets = open_datasets("own", tmp_path)
+    cfg = config(f"--block_size={T}", f"--loss_on={loss_on}", "--sample_every=1")
+    drawn, ids = prompt_ids(cfg, sets, load_tokenizer(own_data))
+    assert drawn == replace(cfg, sample_prompt=prompt) and 0 < len(ids) <= T
+
+
+def test_a_config_s_prompt_is_not_used_with_other_data(trains, tmp_path, prints):
+    """The prompt of a run is stored: sample.py continues it, too."""
+    own = tmp_path / "own.py"
+    own.write_text("dataset = 'shakespeare'\nsample_prompt = 'ROMEO:'\nmax_steps = 1\n")
+    given = {"--seed=1": "ROMEO:", "--dataset=shakespeare": "ROMEO:", "--sample_prompt=So": "So"}
+    for option, prompt in (given | {"--dataset=other": "auto"}).items():
+        assert parse(TrainConfig, [str(own), option]).sample_prompt == prompt
+    run = trains(str(own), "--max_steps=1", "--block_size=64", "--sample_every=1")
+    prompt = json.loads((saved(run) / "train_config.json").read_text())["sample_prompt"]
+    assert prompt not in ("ROMEO:", "auto", "") and metrics(run, "sample")[1].startswith(prompt)
+    assert prints(sample.main, f"--ckpt={run}", "--device=cpu").startswith(prompt)
+
+
 def test_the_loss_on_train_is_of_as_many_windows_as_on_val(straight, tiny_data):
     [data] = open_datasets("tiny", tiny_data)
     val, split = (open_windows(data, name, 32) for name in ("val", "train"))
@@ -341,23 +406,18 @@ def test_code_that_was_compiled_for_one_cpu_is_not_run_on_another(tmp_path, monk
             assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / capability)
 
 
-def test_what_a_stopped_compilation_left_empty_is_deleted(tmp_path, refuses, monkeypatch):
-    """An empty library that another process has just begun to write stays."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    (tmp_path / "aa").mkdir()
-    named, old, new, full = (tmp_path / "aa" / f"{name}.main.so" for name in "abcd")
-    for path in (named, old, new, full):
-        path.write_bytes(b"code" if path == full else b"")
-    os.utime(old, (0, 0))
-    failure = type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"})
+@pytest.mark.parametrize("error", [OSError(20, "Not a directory", "/x"), "ImportError: too short"])
+def test_a_cache_that_fails_names_itself_and_the_option(refuses, monkeypatch, error):
+    """It cannot be written, or a Ctrl-C during compiling has left an empty library there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
+    inductor = type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"})
 
     def compiled() -> None:
         with compiler_errors():
-            raise failure(f"ImportError: {named}: file too short")
+            raise inductor(error) if isinstance(error, str) else error
 
-    assert str(tmp_path) in refuses(compiled)
-    assert [new.exists(), full.exists(), old.exists(), named.exists()] == [True, True, False, False]
-    assert "--compile=false" in refuses(compiled)
+    said = refuses(compiled)
+    assert all(part in said for part in ("torch.compile", "--compile=false", "/the/cache"))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from configurator import changes, row
 from hardware.kernels import attention_kernel
 from hardware.machine import Machine, memory_capacity
 from hardware.terminal import plural
-from model import GPT
+from model import GPT, INIT, GPTConfig
 from text.windows import DataSet, Loader
 from training.huggingface import architecture_of, caveat
 from training.memory import Step, bytes_needed, largest_batch
@@ -66,8 +66,19 @@ def banner(
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
     if plan.start_step == 0 and cfg.init_from == "scratch":
-        rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
+        loss = first_loss(c, cfg.init)
+        rows["first loss"] = f"ln({V}) + {loss - math.log(V):.2f} = {loss:.2f} expected"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
+
+
+def first_loss(c: GPTConfig, init: str) -> float:
+    """Return the expected loss of a model before its first step.
+
+    After the last norm, the mean square of the residual stream is 1. So the logits have the
+    variance n_embd std², and half of it is added to ln V, the loss of equal logits.
+    """
+    std = 0.02 if c.tie_embeddings else INIT[init]("head", c.n_embd, c.vocab_size, c.n_layer)
+    return math.log(c.vocab_size) + c.n_embd * std**2 / 2
 
 
 def rows_of_model(model: GPT, T: int) -> dict[str, str]:

@@ -52,13 +52,7 @@ from text.hf_tokenizer import HF_FILES, chat_files, only_ends, read_json, to_hug
 from text.tokenizer import SentencePiece, Tiktoken, Tokenizer
 from text.windows import DataSet
 from training.evaluate import val_hashes, weights_of
-from training.huggingface import (
-    architecture_of,
-    is_utf8,
-    load_tensors,
-    save_weights,
-    to_config,
-)
+from training.huggingface import architecture_of, is_utf8, load_tensors, save_weights, to_config
 from training.metrics import evaluations, read_metrics
 from training.plan import Progress
 from training.report import Report

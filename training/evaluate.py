@@ -4,6 +4,7 @@ import codecs
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -14,8 +15,8 @@ from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.chat import question_ids
-from text.dataset import open_windows
-from text.tokenizer import Tokenizer
+from text.dataset import open_split, open_windows
+from text.tokenizer import IM_END, IM_START, Tokenizer
 from text.windows import DataSet, Documents, Loader, Windows
 from training.batches import to_batch
 from training.parallel import all_sum, any_signal, autocast
@@ -50,11 +51,30 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
     return windows
 
 
-def prompt_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of sample_prompt, which is a question with loss_on=answers.
-
-    Raises UserError if they are more than block_size, or if the prompt cannot be encoded.
+def first_words(data: DataSet, tokenizer: Tokenizer, limit: int) -> str:
+    """Return the start of the first document of val.bin, or of its first question: whole words of
+    one line, in at most `limit` characters.
     """
+    ids = open_split(data.folder, data.meta, "val")[:4096].tolist()
+    text = tokenizer.decode([*itertools.takewhile(lambda i: i != data.meta["eos_id"], ids)])
+    question = text.partition(f"{IM_START}user\n")[2].partition(IM_END)[0]
+    line = (question or text).strip().partition("\n")[0]
+    return line if len(line) <= limit else line[:limit].rsplit(" ", 1)[0]
+
+
+def prompt_ids(
+    cfg: TrainConfig, sets: list[DataSet], tokenizer: Tokenizer
+) -> tuple[TrainConfig, list[int]]:
+    """Return the settings with the text of sample_prompt, if it is auto, and the ids of the prompt.
+
+    It is a question with loss_on=answers. Raises UserError if samples are wanted, and the ids are
+    more than block_size, or the prompt cannot be encoded.
+    """
+    if cfg.sample_prompt == "auto":
+        limit = min(32, cfg.block_size // 8)  # a character has at most four tokens
+        cfg = replace(cfg, sample_prompt=first_words(sets[0], tokenizer, limit))
+    if not cfg.sample_every:
+        return cfg, []
     try:
         if cfg.loss_on == "answers":
             ids = question_ids(cfg.sample_prompt, tokenizer)
@@ -65,7 +85,7 @@ def prompt_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> list[int]:
     if len(ids) > (T := cfg.block_size):
         raise UserError(f"sample_prompt has {len(ids)} tokens, block_size is {T}: shorten it")
     note_unknown(cfg.sample_prompt, tokenizer)
-    return ids or [tokenizer.eos_id]
+    return cfg, ids or [tokenizer.eos_id]
 
 
 def note_unknown(prompt: str, tokenizer: Tokenizer) -> None:

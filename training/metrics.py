@@ -66,12 +66,8 @@ def records_until(records: list[dict], step: int) -> list[dict]:
 
 def json_line(record: dict) -> str:
     """Return a record as a line of the file, without numbers that are not finite."""
-
-    def finite(x: dict) -> dict:
-        kept = {k: v for k, v in x.items() if not isinstance(v, float) or math.isfinite(v)}
-        return {k: finite(v) if isinstance(v, dict) else v for k, v in kept.items()}
-
-    return json.dumps(finite(record)) + "\n"
+    finite = {k: v for k, v in record.items() if not isinstance(v, float) or math.isfinite(v)}
+    return json.dumps(finite) + "\n"
 
 
 def start_metrics(path: Path, records: list[dict]) -> TextIO:

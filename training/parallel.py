@@ -3,9 +3,8 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -168,41 +167,21 @@ def separate_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir().removesuffix(own) + own
 
 
-def remove_empty_libraries(message: str) -> list[Path]:
-    """Delete the empty libraries in the cache of torch.compile, and return their paths.
-
-    A Ctrl-C during compiling leaves one, which torch loads at every later start. Another process
-    may be writing one that is empty now: only one that the error message names, or that is older
-    than a minute, is deleted.
-    """
-    from torch._inductor.codecache import cache_dir  # takes a second, if nothing has compiled yet
-
-    empty = []
-    for path in Path(cache_dir()).glob("*/*.so"):
-        with suppress(FileNotFoundError):  # another process may have deleted it
-            info = path.stat()
-            is_old = info.st_mtime < time.time() - 60
-            if info.st_size == 0 and (is_old or str(path) in message):
-                path.unlink()
-                empty.append(path)
-    return empty
-
-
 @contextmanager
 def compiler_errors() -> Iterator[None]:
-    """Turn an error of torch.compile into a UserError of one line."""
+    """Turn an error of torch.compile, or of writing its cache, into a UserError of one line."""
     try:
         yield
     except Exception as e:
-        is_compiler_error = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
-        if out_of_memory(e) or not is_compiler_error:  # another rank has ended, or it is a bug
+        modules = ("torch._dynamo", "torch._inductor")
+        is_of_compiler = isinstance(e, OSError) or type(e).__module__.startswith(modules)
+        if out_of_memory(e) or not is_of_compiler:  # another rank has ended, or it is a bug
             raise
-        first_line = str(e).partition("\n")[0]
-        if empty := remove_empty_libraries(str(e)):
-            problem = f"its cache had empty libraries ({empty[0]}), which are now deleted"
-            raise UserError(f"torch.compile failed: {problem}: run the same command again") from e
-        reason = f"{type(e).__name__}: {first_line}"
-        raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0]
+        # A Ctrl-C during compiling may leave an empty library, which torch loads at each start.
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # set by torch
+        advice = f"train with --compile=false, or delete its cache, or name another one: {cache}"
+        raise UserError(f"torch.compile failed: {reason}: {advice}") from e
 
 
 def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id: int) -> None:

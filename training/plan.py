@@ -88,8 +88,6 @@ class Progress:
         If the run ended because of too many bad steps in a row, their count starts again at 0.
         Raises UserError if a value is missing, or of another kind.
         """
-        newer: dict[str, Any] = {"epoch_tokens": 0, "epoch_shift": 0, "data_begun": 0, "code": ""}
-        training = newer | training  # a checkpoint may be older than these fields
         for name, default in asdict(cls()).items():
             value = training.get(name)
             fits = type(value) is type(default) and (name not in ("step", "samples") or value >= 0)

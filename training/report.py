@@ -68,10 +68,7 @@ class Report:
         self.lost = False  # whether a record could not be written
         # Seconds of the last evaluation and the last save: eval_every, save_every. Those of an
         # evaluation may be of an earlier process.
-        self.pauses: dict[str, float] = {}
-        for record in records:
-            if "eval_s" in record:
-                self.pauses["eval_every"] = record["eval_s"]
+        self.pauses = {"eval_every": r["eval_s"] for r in records if "eval_s" in r}
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
         self.bar_context = ExitStack()
         shown = self.machine.is_main and is_terminal()

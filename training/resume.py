@@ -221,8 +221,7 @@ def check_fits(
 ) -> None:
     """Raise UserError unless a resumed run has the shape, optimizer and data of its checkpoint.
 
-    c: the shape of the model. A fine-tuned model has its own shape, whatever the settings say: a
-    setting may keep its old value or take the model's.
+    c: the shape of the model.
     """
     trained_on = saved.meta["trained_on"]
     hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
@@ -238,16 +237,9 @@ def check_fits(
         ways = f", or --switch_data, or {other}" if same_ids else ": the tokenizers differ"
         raise UserError(f"{problem}: give its --dataset{ways}")
     before = checkpoint_settings(saved, cfg)
-    then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
-    if original_init_from(saved) == "scratch":
-        now = asdict(model_config(cfg, c.vocab_size))
-        own = ["rope_scaling"]  # it may be written in several ways
-    else:
-        now = dict(then)
-        own = [key for key in then if hasattr(cfg, key)]
-    for key in own:
-        is_kept = getattr(cfg, key) == getattr(before, key)
-        now[key] = then[key] if is_kept else getattr(cfg, key)
+    # A fine-tuned model has its own shape, whatever the settings say: they must stay as they are.
+    before = replace(before, dropout=cfg.dropout)
+    then, now = (asdict(model_config(x, c.vocab_size)) for x in (before, cfg))
     for key in ("optimizer", "loss_on"):
         then[key], now[key] = getattr(before, key), getattr(cfg, key)
     then["tokenizer"], now["tokenizer"] = tokenizers
@@ -268,19 +260,13 @@ def check_fits(
 
 def with_origin(cfg: TrainConfig, saved: Saved) -> TrainConfig:
     """Return the settings with the init_from that a run was started with, whatever is given now."""
-    began = original_init_from(saved)
+    began = saved.settings["init_from"]
     origin = Path(began).resolve()
-    of_origin = (origin, *origin.parents[:2])  # a run is given as out/RUN
-    if cfg.init_from != "scratch" and Path(cfg.init_from).resolve() not in of_origin:
+    same = (origin, *origin.parents[:2])  # out/RUN means out/RUN/ckpt/step_N
+    if cfg.init_from != "scratch" and Path(cfg.init_from).resolve() not in same:
         ignored = f"init_from={cfg.init_from} is ignored: this run began from {began}"
         note(f"{ignored}, and continues with its own weights; another --run_name starts from it")
     return replace(cfg, init_from=began)
-
-
-def original_init_from(saved: Saved) -> str:
-    """Return the init_from of the command that started a run."""
-    init_from = saved.settings.get("init_from", "scratch")
-    return "scratch" if init_from == "auto" else init_from  # which earlier versions recorded
 
 
 def checkpoint_settings(saved: Saved, cfg: TrainConfig) -> TrainConfig:
@@ -326,8 +312,8 @@ def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> lis
     # The place of a data set in the mixture is part of its seed. Other data begin anew.
     now = {data.meta["splits"]["train"]["sha256"]: str(data.weight) for data in sets}
     then = {sha256: saved.meta["weights"][k] for k, sha256 in saved.meta["trained_on"].items()}
-    is_mixed_anew = now.keys() == then.keys() and [*now.items()] != [*then.items()]
-    reorder = ["seed", "documents", *(["dataset"] if is_mixed_anew else [])]
+    mixed_anew = now.keys() == then.keys() and [*now.items()] != [*then.items()]
+    reorder = ["seed", "documents", "dataset" if mixed_anew else ""]
     order = " (the order of windows changes: some are read twice, others never)"
     return [
         f"{k} {old[k]} -> {value}{order if k in reorder else ''}"

@@ -53,8 +53,13 @@ class TrainConfig:
         "resume": ["from_resume", "resume_from_checkpoint"],
         "dataset, after python prepare.py --input FILE": ["data_path"],
         "chosen automatically": ["flash_attn", "backend"],
+        "preset, of which it is a part": ["pos", "norm", "norm_eps", "qk_norm", "qkv_bias"],
+        "not possible, nor is a mixture of experts": ["use_moe", "num_experts", "n_routed_experts"],
         "not needed": ["always_save_checkpoint", "num_workers"],
     }
+    # A setting -> the one that it suits. That of a config file is dropped if the command line gives
+    # another value for the latter: the prompt of one data set says nothing to a model of another.
+    SUITS: ClassVar = {"sample_prompt": "dataset"}
     # A setting and its value -> the settings that they are short for.
     SHORT: ClassVar = {
         ("init_from", "resume"): {"resume": "yes"},
@@ -231,7 +236,9 @@ class TrainConfig:
         1_000_000, "tokens of val.bin per evaluation, evenly spread; 0: all", minimum=0
     )
     sample_every: int = option(250, "steps between two samples of the model; 0: none", minimum=0)
-    sample_prompt: str = option("", "prompt of the samples; with loss_on=answers, a question")
+    sample_prompt: str = option(
+        "auto", "prompt of the samples, or a question (loss_on=answers); auto: words of val.bin"
+    )
     save_every: int = option(1000, "steps between two checkpoints", above=0)
     keep: int = option(2, "number of newest checkpoints to keep, besides the best one", above=0)
     log_every: int = option(10, "steps between two log lines", above=0)
