@@ -68,7 +68,8 @@ class Report:
         self.lost = False  # whether a record could not be written
         # Seconds of the last evaluation and the last save: eval_every, save_every. Those of an
         # evaluation may be of an earlier process.
-        self.pauses = {"eval_every": r["eval_s"] for r in records if "eval_s" in r}
+        seconds = [record["eval_s"] for record in records if "eval_s" in record]
+        self.pauses: dict[str, float] = {"eval_every": seconds[-1]} if seconds else {}
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
         self.bar_context = ExitStack()
         shown = self.machine.is_main and is_terminal()

@@ -53,8 +53,8 @@ class TrainConfig:
         "resume": ["from_resume", "resume_from_checkpoint"],
         "dataset, after python prepare.py --input FILE": ["data_path"],
         "chosen automatically": ["flash_attn", "backend"],
-        "preset, of which it is a part": ["pos", "norm", "norm_eps", "qk_norm", "qkv_bias"],
-        "not possible, nor is a mixture of experts": ["use_moe", "num_experts", "n_routed_experts"],
+        "part of --preset": ["pos", "norm", "norm_eps", "qk_norm", "qkv_bias"],
+        "not possible: no mixture of experts": ["use_moe", "num_experts", "n_routed_experts"],
         "not needed": ["always_save_checkpoint", "num_workers"],
     }
     # A setting -> the one that it suits. That of a config file is dropped if the command line gives
