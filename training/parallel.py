@@ -120,6 +120,23 @@ def halve_batch(
 # Compiling, and several processes
 
 
+@contextmanager
+def compiler_errors() -> Iterator[None]:
+    """Turn an error of torch.compile, or of writing its cache, into a UserError of one line."""
+    try:
+        yield
+    except Exception as e:
+        modules = ("torch._dynamo", "torch._inductor")
+        is_of_compiler = isinstance(e, OSError) or type(e).__module__.startswith(modules)
+        if out_of_memory(e) or not is_of_compiler:  # another rank has ended, or it is a bug
+            raise
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0]
+        # Ctrl-C during compiling may leave an empty library in its cache, and each start loads it.
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the default")  # torch sets it
+        advice = f"train with --compile=false, or another TORCHINDUCTOR_CACHE_DIR than {folder}"
+        raise UserError(f"torch.compile failed: {reason}: {advice}") from e
+
+
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks, each by itself, and the loss.
 
@@ -131,6 +148,7 @@ def compile_blocks(model: GPT) -> None:
     model.compiled_loss = torch.compile(model.loss, dynamic=False)
 
 
+@compiler_errors()  # torch makes the folder of its cache when torch.compile is imported
 def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> torch.nn.Module:
     """Return the model as it runs: under torchrun in DDP or Shards, and compiled if wanted."""
     for block in model.blocks:
@@ -165,23 +183,6 @@ def separate_cache() -> None:
 
     own = f"/{torch.backends.cpu.get_cpu_capability()}"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir().removesuffix(own) + own
-
-
-@contextmanager
-def compiler_errors() -> Iterator[None]:
-    """Turn an error of torch.compile, or of writing its cache, into a UserError of one line."""
-    try:
-        yield
-    except Exception as e:
-        modules = ("torch._dynamo", "torch._inductor")
-        is_of_compiler = isinstance(e, OSError) or type(e).__module__.startswith(modules)
-        if out_of_memory(e) or not is_of_compiler:  # another rank has ended, or it is a bug
-            raise
-        reason = f"{type(e).__name__}: {e}".partition("\n")[0]
-        # A Ctrl-C during compiling may leave an empty library, which torch loads at each start.
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # set by torch
-        advice = f"train with --compile=false, or delete its cache, or name another one: {cache}"
-        raise UserError(f"torch.compile failed: {reason}: {advice}") from e
 
 
 def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id: int) -> None:
