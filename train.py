@@ -90,8 +90,7 @@ from training.settings import TrainConfig, model_config
 
 def main() -> None:
     # ---- Settings. A resumed run has those of its checkpoint, except for what is given now.
-    options = given_settings(TrainConfig, doc=__doc__)
-    cfg = resume.settings_of_run(options)
+    cfg = resume.settings_of_run(given_settings(TrainConfig, doc=__doc__))
 
     # ---- This process: its device and dtype, and the other ranks of the run.
     machine = start(cfg.device, cfg.dtype, trim_heap=cfg.shard != "none")

@@ -66,8 +66,7 @@ def banner(
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
     if plan.start_step == 0 and cfg.init_from == "scratch":
-        loss = first_loss(c, cfg.init)
-        rows["first loss"] = f"ln({V}) + {loss - math.log(V):.2f} = {loss:.2f} expected"
+        rows["first loss"] = f"{first_loss(c, cfg.init):.2f} expected; ln({V}) = {math.log(V):.2f}"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
 

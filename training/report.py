@@ -209,9 +209,8 @@ class Report:
         # NaN: none of the tokens that were evaluated on train.bin counts.
         parts = [f"{name} {loss:.4f}" for name, loss in others.items() if not math.isnan(loss)]
         line = f"validation loss {mean['val_loss']:.4f} ({', '.join(parts)}) | {units}"
-        for key, loss in by_set.items():
-            if key.startswith("val_loss/"):
-                line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
+        of_val = [key for key in by_set if key.startswith("val_loss/")]
+        line += "".join(f" | {key.removeprefix('val_loss/')} {by_set[key]:.4f}" for key in of_val)
         units_record = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
         self.pauses["eval_every"] = seconds
         self.write({"step": step} | mean | by_set | units_record, line)
