@@ -221,7 +221,8 @@ def check_fits(
 ) -> None:
     """Raise UserError unless a resumed run has the shape, optimizer and data of its checkpoint.
 
-    c: the shape of the model.
+    c: the shape of the model. A fine-tuned model has its own shape, whatever the settings say: a
+    setting may keep its old value or take the model's.
     """
     trained_on = saved.meta["trained_on"]
     hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
@@ -237,9 +238,13 @@ def check_fits(
         ways = f", or --switch_data, or {other}" if same_ids else ": the tokenizers differ"
         raise UserError(f"{problem}: give its --dataset{ways}")
     before = checkpoint_settings(saved, cfg)
-    # A fine-tuned model has its own shape, whatever the settings say: they must stay as they are.
-    before = replace(before, dropout=cfg.dropout)
-    then, now = (asdict(model_config(x, c.vocab_size)) for x in (before, cfg))
+    then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
+    is_tuned = saved.settings["init_from"] != "scratch"
+    now = dict(then) if is_tuned else asdict(model_config(cfg, c.vocab_size))
+    # Of a model from scratch, rope_scaling may be written in several ways.
+    for key in [key for key in then if hasattr(cfg, key)] if is_tuned else ["rope_scaling"]:
+        is_kept = getattr(cfg, key) == getattr(before, key)
+        now[key] = then[key] if is_kept else getattr(cfg, key)
     for key in ("optimizer", "loss_on"):
         then[key], now[key] = getattr(before, key), getattr(cfg, key)
     then["tokenizer"], now["tokenizer"] = tokenizers
