@@ -52,7 +52,7 @@ def test_every_text_of_the_corpus_comes_back(tmp_path, text):
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
 
 
-@pytest.mark.parametrize("reserved", RESERVED)
+@pytest.mark.parametrize("reserved", sorted(RESERVED))
 def test_a_reserved_character_hides_no_text_from_the_training(tmp_path, reserved):
     text = f"{reserved} 魑魅魍魉 魑魅{reserved}魍魉"
     folder, _, tokenizer = made(tmp_path, [text] * 9, "train", vocab_size=270)
