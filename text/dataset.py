@@ -124,12 +124,10 @@ def tokenizer_id(info: dict) -> str:
     """Return a hash that is the same for two tokenizers that make the same ids.
 
     info: what meta.json says of the tokenizer. The hash of its file is not enough: a .tiktoken file
-    does not contain the splitting pattern, the eos, the normalization and the added tokens.
+    does not contain the splitting pattern and the eos, a tokenizer.json all added tokens.
     """
-    # None for SentencePiece, whose file contains the eos.
-    eos_id = info.get("special", {}).get(info.get("eos", "<|endoftext|>"))
-    settings = [info.get("pattern"), eos_id, info.get("normalize", "")]
-    settings += [info["added"]] if info.get("added") else []
+    eos = info.get("eos") or None
+    settings = [info.get("pattern"), info.get("special", {}).get(eos, eos), info.get("added") or {}]
     return hashlib.sha256(json.dumps([info["sha256"], settings]).encode()).hexdigest()
 
 

@@ -28,7 +28,6 @@ ROW = np.dtype([("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("va
 SPLITS = ("train", "val")
 # The result of an Encoder for a chunk: (documents,) of ROW; the ids of train.bin and of val.bin.
 Encoded = tuple[np.ndarray, list[bytes]]
-SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
 # Names that tokenizers give their special tokens. There are two patterns, since a pattern that
 # starts with a single character is found several times as fast.
 SPECIAL_NAMES = [
@@ -75,7 +74,7 @@ class Encoder:
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
             # One document in 64, and each book: it may be all there is. Longer ones take memory.
-            elif digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20:
+            elif self.tokenizer.drops or digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20:
                 decoded = [self.tokenizer.decode(part.tolist()) for part in encoded]
                 if decoded != document.texts:
                     tally.changed["its tokens decode to another text (only some are checked)"] += 1
@@ -90,18 +89,25 @@ class Encoder:
 
     def encode_all(self, texts: list[str]) -> Iterator[np.ndarray | ValueError]:
         """Yield the ids (n,) of each text, or a ValueError that says why it cannot be encoded."""
-        short = self.tokenizer.encode_all([text for text in texts if len(text) <= SEGMENT])
-        for text in texts:
+        every = self.tokenizer.encode_all(texts)
+        for _ in texts:
             try:
-                yield next(short) if len(text) <= SEGMENT else self.encode(text)
+                yield next(every)
             except ValueError as e:
                 yield e
 
     def names_in(self, document: Document) -> list[str]:
         """Return the names of special tokens that a document contains as ordinary text."""
-        found = [p.findall(text) for text in document.texts for p in SPECIAL_NAMES]
+        found = [p.findall(text) for text in document.texts for p in self.names]
         names = itertools.chain.from_iterable(found)
         return [name for name in names if name not in self.tokenizer.added]
+
+    @cached_property
+    def names(self) -> list[re.Pattern]:
+        """The patterns of the names of special tokens: usual ones, and the tokenizer's own."""
+        own = [n for n in self.tokenizer.special if not any(p.fullmatch(n) for p in SPECIAL_NAMES)]
+        longest_first = sorted(map(re.escape, own), key=len, reverse=True)
+        return SPECIAL_NAMES + [re.compile("|".join(longest_first))] * bool(own)
 
     def document_ids(self, encoded: list[np.ndarray], document: Document) -> np.ndarray:
         """Return the ids (n,) of a document: its texts, with special tokens between its spans."""
@@ -109,39 +115,13 @@ class Encoder:
             return encoded[0].astype(self.dtype)
         ids = chatml_ids(self.tokenizer)
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
-            problem = f"it lacks {IM_START} and {IM_END}, or puts a space after them"
+            problem = f"it lacks {IM_START} and {IM_END}, or adds or strips spaces beside them"
             raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: use --tokenizer=train")
         parts = iter(encoded)
         joined = []
         for special, span in zip(itertools.cycle(ids), document.spans):
             joined += [*itertools.islice(parts, len(span)), [special]]
         return np.concatenate(joined[:-1]).astype(self.dtype)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text. A long one is encoded in segments."""
-        parts = list(segments(text))
-        if self.tokenizer.adds_space:  # a later segment has it already, as its first character
-            parts[1:] = [part.removeprefix(" ") for part in parts[1:]]
-        encoded = map(self.tokenizer.encode, parts)
-        return np.concatenate([ids.astype(self.dtype) for ids in encoded])
-
-
-def segments(text: str) -> Iterator[str]:
-    """Yield a text in segments of about SEGMENT characters.
-
-    A segment ends after a word, before a space. No token of GPT-2's pattern or of a SentencePiece
-    BPE crosses this boundary, so the tokens are those of the whole text. The exception is a BPE
-    trained with split_by_whitespace=False.
-    If a million characters have no such boundary, the segment ends after a line, or else anywhere.
-    """
-    start = 0
-    for end in range(2 * SEGMENT, len(text) + SEGMENT, SEGMENT):
-        window = text[start:end]
-        last = re.match(r"(?s).*\S(?= .)", window) or re.match(r"(?s).*\n", window)
-        size = last.end() if last else len(window)
-        yield window[:size]
-        start += size
-    yield text[start:]
 
 
 # --------------------------------------------------------------------------------------------------

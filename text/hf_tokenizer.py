@@ -1,36 +1,40 @@
 """Hugging Face's tokenizer files: write them for other programs, and read those of a model."""
 
-import itertools
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
-from configurator import UserError
+from tokenizers import (
+    ByteLevelBPETokenizer,
+    Regex,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from tokenizers import Tokenizer as Library
+from tokenizers.models import BPE
+
+from configurator import UserError, note
 from hardware.disk import json_bytes, read_object
 from text.dataset import load_tokenizer
 from text.tokenizer import (
-    GPT2_PATTERN,
+    BYTE_TO_CHAR,
     IM_END,
     IM_START,
+    SPACE_SIGN,
+    HuggingFace,
     SentencePiece,
     Tiktoken,
     Tokenizer,
-    check_ids,
 )
 
 # --------------------------------------------------------------------------------------------------
 # Writing: tokenizer.json, which AutoTokenizer opens
 
-# tokenizer.json has one printable character for each byte: the byte's own character in Latin-1 if
-# that is printable, and else a character from U+0100 on.
-PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-UNPRINTABLE = [b for b in range(256) if b not in PRINTABLE]
-BYTE_TO_CHAR = {b: chr(b) for b in PRINTABLE}
-BYTE_TO_CHAR |= {b: chr(0x100 + i) for i, b in enumerate(UNPRINTABLE)}
-CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 
-
-def all_merges(tokens: dict[str, int]) -> list[str]:
+def all_merges(tokens: dict[str, int]) -> list[tuple[str, str]]:
     """Return every pair of tokens that form a token, in the order of that token's id.
 
     SentencePiece and tiktoken merge any two neighbours that make a token, so each pair is a merge.
@@ -38,7 +42,7 @@ def all_merges(tokens: dict[str, int]) -> list[str]:
     pairs = []
     for token in sorted(tokens, key=tokens.__getitem__):
         halves = ((token[:i], token[i:]) for i in range(1, len(token)))
-        pairs += [f"{a} {b}" for a, b in halves if a in tokens and b in tokens]
+        pairs += [(a, b) for a, b in halves if a in tokens and b in tokens]
     return pairs
 
 
@@ -56,46 +60,32 @@ def to_hugging_face(
     are kept.
     """
     t = tokenizer
-    described = describe_sentencepiece(t) if isinstance(t, SentencePiece) else describe_tiktoken(t)
-    if described is None:
+    if isinstance(t, HuggingFace):
+        library = t.library
+    else:
+        library = sentencepiece_bpe(t) if isinstance(t, SentencePiece) else byte_level_bpe(t)
+    if library is None:
         return {}
-    special, model, steps = described
-    names = {i: name for name, i in special.items()}
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
-
+    names = {i: name for name, i in tokenizer.special.items()}
+    unk = library.model.unk_token
+    library.add_special_tokens([names[i] for i in sorted(names)] + [unk] * bool(unk))
     # The prefix, named bos, comes before every text, and so before the first of a pair.
-    single = [{"Sequence": {"id": "A", "type_id": 0}}]
-    prefix_tokens = {}
-    bos = names.get(tokenizer.prefix[0]) if tokenizer.prefix else None
-    if bos:
-        single = [{"SpecialToken": {"id": bos, "type_id": 0}}, *single]
-        prefix_tokens = {bos: {"id": bos, "ids": tokenizer.prefix, "tokens": [bos]}}
-    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-    template = {"type": "TemplateProcessing", "single": single, "pair": pair}
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": i, "content": names[i]} | flags | {"special": names[i] not in tokenizer.added}
-            for i in sorted(names)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": template | {"special_tokens": prefix_tokens},
-    }
-    content |= steps | {"model": {"type": "BPE", "dropout": None} | model}
+    if bos := names.get(tokenizer.prefix[0]) if tokenizer.prefix else None:
+        library.post_processor = processors.TemplateProcessing(
+            [bos, "$A"], [bos, "$A", "$B:1"], [(bos, tokenizer.prefix[0])]
+        )
     config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size)
-    config |= dict(bos_token=bos, eos_token=names[tokenizer.eos_id], unk_token=model["unk_token"])
+    config |= dict(bos_token=bos, eos_token=names[tokenizer.eos_id], unk_token=unk)
     config |= dict(add_bos_token=bool(bos), add_prefix_space=False)
     config |= dict(clean_up_tokenization_spaces=False)
-    return {"tokenizer.json": content, "tokenizer_config.json": (came_with or {}) | config}
+    config = {"pad_token": unk or config["eos_token"]} | (came_with or {}) | config
+    return {"tokenizer.json": json.loads(library.to_str()), "tokenizer_config.json": config}
 
 
-def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
-    """Return the parts of tokenizer.json: special tokens, model, and the steps before and after it.
+def sentencepiece_bpe(tokenizer: SentencePiece) -> Library | None:
+    """Return the same tokenizer of the package `tokenizers`, without its special tokens.
 
-    Returns None if these would not give the same ids as SentencePiece. They do if the model does
+    Returns None if that would not give the same ids as SentencePiece. It does if the model does
     not normalize texts, and either is a BPE with a piece for every byte, or has only pieces of
     single characters, which are never merged.
     """
@@ -104,36 +94,30 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
     is_alphabet = all(len(piece) == 1 for piece in ordinary)
     if not (tokenizer.keeps_text and (is_alphabet or tokenizer.is_byte_bpe)):
         return None
+    options = dict(unk_token=sp.id_to_piece(sp.unk_id()), byte_fallback=tokenizer.has_bytes)
     vocab = {sp.id_to_piece(i): i for i in range(tokenizer.vocab_size)}
-    special = {p: i for p, i in vocab.items() if sp.is_control(i) or sp.is_unknown(i)}
-    model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True}
-    model |= {"byte_fallback": tokenizer.has_all_bytes, "vocab": vocab}
-    model |= {"merges": all_merges(ordinary)}
-    marked = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    unmarked = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    steps_back = [unmarked, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    decoder = {"type": "Sequence", "decoders": steps_back}
-    return special, model, {"normalizer": marked, "decoder": decoder}
+    library = Library(BPE(vocab, all_merges(ordinary), fuse_unk=True, **options))
+    library.normalizer = normalizers.Replace(" ", SPACE_SIGN)
+    unmarked = decoders.Replace(SPACE_SIGN, " ")
+    library.decoder = decoders.Sequence([unmarked, decoders.ByteFallback(), decoders.Fuse()])
+    return library
 
 
-def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
-    """Return the same parts for a byte-level BPE."""
-    special = tokenizer.special | tokenizer.added
+def byte_level_bpe(tokenizer: Tiktoken) -> Library:
+    """Return the same tokenizer of the package `tokenizers`, without its special tokens."""
     ranks = tokenizer.ranks.items()
     tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks}
     # As in tiktoken, a word that is a token becomes it, even if no merges lead to it.
-    model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
-    model |= {"vocab": tokens | special, "merges": all_merges(tokens)}
+    vocab = tokens | tokenizer.special
+    library = Library(BPE(vocab, all_merges(tokens), ignore_merges=True))
     # Hugging Face's regex engine reads {1,3}+ as a repetition of {1,3}, not as possessive. Nothing
     # follows it in these patterns, so possessive or not makes no difference: remove the +.
-    pattern = re.sub(r"(\{[\d,]+\})\+", r"\1", tokenizer.pattern)
-    split = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-    steps = {"pre_tokenizer": pre_tokenizer, "decoder": byte_level}
-    if tokenizer.normalize:
-        steps |= {"normalizer": {"type": tokenizer.normalize}}
-    return special, model, steps
+    pattern = Regex(re.sub(r"(\{[\d,]+\})\+", r"\1", tokenizer.pattern))
+    split = pre_tokenizers.Split(pattern, "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    library.decoder = decoders.ByteLevel()
+    return library
 
 
 # text/chat.py's ChatML as a template. ollama recognizes ChatML by this spelling of the template.
@@ -184,23 +168,39 @@ HF_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json added_t
 HF_FILES += "vocab.json merges.txt chat_template.jinja generation_config.json".split()
 
 
-def find_tokenizer(spec: str) -> Tokenizer:
-    """Return the tokenizer that --tokenizer names.
+# Usual names of the token that ends a document.
+EOS = r"</s>|\[SEP\]|[<\[][|｜/]?(?:eo[sd]|eos_token|end|end[_▁]?of[_▁]?\w+)[|｜]?[>\]]"
+# Texts to which tokenizer.json and tokenizer.model of one folder may give different ids.
+PROBES = ["a", " a", "x ---  y\n\n z", "中文，。 １２", "\t12 don't", "é e\u0301 😀"]
 
-    This is the folder of a data set, a checkpoint or any Hugging Face model, a .model or .tiktoken
-    file, or a name known to tiktoken.
+
+def find_tokenizer(spec: str, eos: str = "") -> Tokenizer:
+    """Return the tokenizer that --tokenizer names, with this token as its eos.
+
+    This is the folder of a data set, a checkpoint or any Hugging Face model, a file of
+    SentencePiece or tiktoken, or a name known to tiktoken.
     """
-    if (folder := Path(spec)).is_dir():
-        is_ours = (folder / "meta.json").exists()
-        return load_tokenizer(folder) if is_ours else from_hugging_face(folder)
-    if spec.endswith(".model"):
-        return SentencePiece(spec)
-    if spec.endswith(".tiktoken"):
-        return Tiktoken.from_file(spec)
-    if folder.is_file():
-        kinds = "a .model or .tiktoken file; for a tokenizer.json, give its folder"
-        raise UserError(f"--tokenizer {spec}: not {kinds}: {folder.parent}")
-    return Tiktoken.from_name(spec)
+    path = Path(spec)
+    if path.is_dir():
+        is_ours = (path / "meta.json").exists()
+        tokenizer = load_tokenizer(path) if is_ours else from_hugging_face(path, eos)
+    elif path.is_file() or path.suffix in (".model", ".tiktoken"):
+        tokenizer = from_file(path, eos)
+    else:
+        tokenizer = Tiktoken.from_name(spec)
+    if eos and tokenizer.special_id(eos) != tokenizer.eos_id:
+        raise UserError(f"--eos={eos}: the eos of --tokenizer={spec} is another, and fixed")
+    return tokenizer
+
+
+def from_file(path: Path, eos: str) -> Tokenizer:
+    """Return the tokenizer in a file of SentencePiece or tiktoken, known by its content."""
+    if path.suffix == ".json":
+        raise UserError(f"--tokenizer {path}: for a tokenizer.json, give its folder: {path.parent}")
+    first = path.open("rb").readline(1000) if path.is_file() else b""
+    if path.suffix == ".tiktoken" or re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", first):
+        return Tiktoken.from_file(path)
+    return SentencePiece(path, eos=eos)
 
 
 def tokenizer_of_model(folder: Path) -> Tokenizer | None:
@@ -220,40 +220,81 @@ def hugging_face_files(folder: Path) -> list[Path]:
     tree = folder.resolve()
     if tree.parent.name == "snapshots" and tree.parents[1].name.startswith("models--"):
         tree = tree.parents[1]
-    for path in paths:
-        target = path.resolve()
-        if not target.is_relative_to(tree):
-            raise UserError(f"{path}: a link to {target}, outside this folder: copy the file here")
+    if outside := [path for path in paths if not path.resolve().is_relative_to(tree)]:
+        raise UserError(f"{outside[0]}: a link out of this folder: copy the file here")
     return paths
 
 
-def from_hugging_face(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face model folder: its tokenizer.model or tokenizer.json.
+def from_hugging_face(folder: Path, eos: str = "") -> Tokenizer:
+    """Return the tokenizer of a Hugging Face model folder: its tokenizer.json or tokenizer.model.
 
     The name of a special token in a text is ordinary text here, as everywhere in this program. An
-    added token that is not special, such as <think>, is one token.
-    Raises UserError for damaged files, and for a setting with which neither SentencePiece nor
-    tiktoken is known to give the same ids. The error names the setting.
+    added token that is not special, such as <think>, is one token, whichever file names it.
+    eos: its name; by default the one that the files name, or else the only one with a usual name.
+    Raises UserError for damaged files.
     """
+    path, model = folder / HuggingFace.file, folder / SentencePiece.file
     try:
         config = read_json(folder / "special_tokens_map.json")
         config |= read_json(folder / "tokenizer_config.json")
-        content = read_json(folder / "tokenizer.json")
-        is_byte_level = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
-        if (folder / SentencePiece.file).exists() and not is_byte_level:
-            tokenizer = from_tokenizer_model(folder / SentencePiece.file, config, content)
-        elif not content:
-            raise ValueError("no tokenizer.model or tokenizer.json: save_pretrained() writes one")
-        elif content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
-            raise ValueError("a model other than a byte-level BPE is not supported")
+        named = config.get("eos_token") or ""
+        named = named["content"] if isinstance(named, dict) else named
+        added = added_tokens(folder, config)
+        if path.exists() or not model.exists():
+            content = read_json(path) or from_merges(folder, config)
+            eos = eos or eos_of(folder, named, content, added)
+            tokenizer = HuggingFace(content, eos, added=added)
         else:
-            tokenizer = from_tokenizer_json(config, content)
-        if not all(i in range(tokenizer.vocab_size) for i in tokenizer.prefix):
-            raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
-        return tokenizer
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
-        reason = str(e) if type(e) is ValueError else repr(e)
+            tokenizer = SentencePiece(model, eos=eos or named.replace(IM_END, ""), added=added)
+            has_bos = config.get("add_bos_token", True) and tokenizer.sp.bos_id() >= 0
+            tokenizer.prefix = [tokenizer.sp.bos_id()] * has_bos
+    except UserError:
+        raise
+    except Exception as e:  # `tokenizers` raises Exception itself for a damaged file
+        reason = str(e) if type(e) in (ValueError, Exception) else repr(e)
         raise UserError(f"{folder}: its tokenizer files cannot be used: {reason}") from None
+    with suppress(UserError):  # tokenizer.model may be missing, or of another library
+        other = SentencePiece(model)
+        differ = (t for t in PROBES if tokenizer.encode(t).tolist() != other.encode(t).tolist())
+        if text := next(differ, None):
+            note(f"{folder}: tokenizer.model gives {text!r} other ids: tokenizer.json is used")
+    return tokenizer
+
+
+def from_merges(folder: Path, config: dict) -> dict:
+    """Return the tokenizer.json of a byte-level BPE in vocab.json and merges.txt, as GPT-2's."""
+    files = [folder / name for name in ("vocab.json", "merges.txt")]
+    if not all(path.is_file() for path in files):
+        raise ValueError("no tokenizer.json or tokenizer.model: save_pretrained() writes one")
+    add_space = bool(config.get("add_prefix_space"))
+    return json.loads(ByteLevelBPETokenizer(*map(str, files), add_prefix_space=add_space).to_str())
+
+
+def added_tokens(folder: Path, config: dict) -> list[dict]:
+    """Return the added tokens that tokenizer_config.json describes, or added_tokens.json names."""
+    tokens = config.get("added_tokens_decoder")
+    if tokens is None:
+        special = str([value for key, value in config.items() if "token" in key])
+        ids = read_json(folder / "added_tokens.json").items()
+        tokens = {i: {"content": name, "special": name in special} for name, i in ids}
+    im = dict.fromkeys((IM_START, IM_END), True)
+    tokens = [tokens[i] for i in sorted(tokens, key=int)]
+    return [t | {"special": im.get(t["content"], t.get("special", False))} for t in tokens]
+
+
+def eos_of(folder: Path, named: str, content: dict, added: list[dict]) -> str:
+    """Return the eos that the files name, or else the only special token with a usual name."""
+    tokens = [*content.get("added_tokens", []), *added]
+    special = {token["content"] for token in tokens if token.get("special")}
+    if named and (named != IM_END or "<|endoftext|>" not in special):
+        return named
+    names = {"<|endoftext|>"} if named else special or set(content["model"]["vocab"])
+    usual = [name for name in names if re.fullmatch(EOS, name, re.IGNORECASE)]
+    if len(usual) != 1:
+        raise ValueError(f"no file names its eos ({len(usual)} names may be it): name it as --eos")
+    if not named:
+        note(f"{folder}: no file names its eos: {usual[0]} is taken; --eos=NAME takes another")
+    return usual[0]
 
 
 def read_json(path: Path) -> dict:
@@ -262,204 +303,3 @@ def read_json(path: Path) -> dict:
         return read_object(path) if path.exists() else {}
     except (OSError, ValueError) as e:
         raise UserError(f"{path}: damaged ({getattr(e, 'strerror', e)})") from None
-
-
-# In the functions below, config is the content of tokenizer_config.json and special_tokens_map.json
-# together, and content is that of tokenizer.json.
-
-
-def from_tokenizer_model(path: Path, config: dict, content: dict) -> SentencePiece:
-    """Return the tokenizer of a tokenizer.model, with the prefix that the other files give it.
-
-    Raises ValueError if the other files ask for something that this model does not do.
-    """
-    tokenizer = SentencePiece(path)
-    sp = tokenizer.sp
-    for token in content.get("added_tokens", []):
-        if token["id"] >= sp.vocab_size() and not token.get("special"):
-            raise ValueError(f"the added token {token['content']!r} is not in {path.name}")
-    vocab = content.get("model", {}).get("vocab", {})
-    if any(vocab.get(sp.id_to_piece(i), i) != i for i in range(sp.vocab_size())):
-        raise ValueError("tokenizer.json gives tokens other ids: remove the file that is wrong")
-    if config.get("add_prefix_space") is False and tokenizer.adds_space:
-        raise ValueError("add_prefix_space=false is not supported")
-    if config.get("add_eos_token") and not content:
-        raise ValueError("add_eos_token is not supported")
-    own_eos = sp.id_to_piece(sp.eos_id())
-    if (eos := eos_of(config, own_eos)) != own_eos:
-        raise ValueError(f"the eos of {path.name} is {own_eos!r}, but another file says {eos!r}")
-    has_bos = config.get("add_bos_token", True) and sp.bos_id() >= 0
-    tokenizer.prefix = prefix_of(content) if content else [sp.bos_id()] * has_bos
-    return tokenizer
-
-
-def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
-    """Return the byte-level BPE in a tokenizer.json, for tiktoken to compute.
-
-    tiktoken needs a pattern that cuts a text into words (pattern_of), the id of each token, which
-    is also its rank in merging (ranks_of), and the special tokens. Raises ValueError, with the name
-    of the setting, if tiktoken would give other ids than the file means.
-    """
-    model = content["model"]
-    for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(option):
-            raise ValueError(f"{option} is not supported")
-    if config.get("add_prefix_space"):
-        raise ValueError("add_prefix_space is not supported")
-    normalize = (content.get("normalizer") or {}).get("type", "")
-    if normalize not in ("", "NFC", "NFD", "NFKC", "NFKD"):
-        raise ValueError(f"normalizer {normalize} is not supported")
-    special, added = added_tokens(content, normalize)
-    vocab = model["vocab"] | special | added
-    eos = eos_of(config, "<|endoftext|>")
-    if eos == IM_END and "<|endoftext|>" in vocab:
-        eos = "<|endoftext|>"  # IM_END ends a message of a document, not the document
-    if eos not in vocab:
-        problem = f"it has no eos token {eos}, but every document must end with one"
-        raise ValueError(f"{problem}: name it as eos_token in tokenizer_config.json")
-    special |= {eos: vocab[eos]}
-    added.pop(eos, None)
-
-    named = special | added
-    ranks = ranks_of({token: i for token, i in vocab.items() if token not in named}, model)
-    check_ids([*ranks.values(), *named.values()])
-    pattern = pattern_of(content["pre_tokenizer"])
-    prefix = prefix_of(content)
-    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix, added)
-
-    # A pattern that leaves out parts of a text leaves out some of these characters, which are of
-    # each category of Unicode. Some vocabularies lack the token of a byte or two.
-    probe = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
-    rare = "\xa6\xaa\xab\xb2\xbb\u01c5\u02b0\u0300\u0378\u0488\u0903\u16ee\u200d\u2028\u2029\ue000"
-    probe += "".join(f"a{c}b" for c in rare)
-    probe = "".join(c for c in probe if all(bytes([b]) in ranks for b in c.encode()))
-    if tokenizer.decode(tokenizer.encode(probe).tolist()) != tokenizer.normalized(probe):
-        raise ValueError("its pattern leaves out parts of a text: not supported")
-    return tokenizer
-
-
-def added_tokens(content: dict, normalize: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the tokens that were added to the model, name -> id: special ones, and others.
-
-    The others, such as <think>, are found in a text. <|im_start|> and <|im_end|> count as special:
-    no text is encoded to them. Raises ValueError for a token with more conditions than its name.
-    """
-    special, others = {}, {}
-    for token in content.get("added_tokens", []):
-        name = token["content"]
-        is_special = token.get("special") or name in (IM_START, IM_END)
-        (special if is_special else others)[name] = token["id"]
-        flags = ["lstrip", "rstrip", "single_word", *(["normalized"] if normalize else [])]
-        if not is_special and (on := [flag for flag in flags if token.get(flag)]):
-            raise ValueError(f"the added token {name!r} has {on[0]}: not supported")
-    return special, others
-
-
-# Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a text of its
-# own. So spaces at its end, before the next digit, are one word.
-DIGITS_PATTERN = r"\p{N}|" + GPT2_PATTERN.replace(r" ?\p{N}++|", "").replace(
-    r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)"
-)
-# What matches differently in Hugging Face's regex engine: \w \W \b \B, ^ and $, [:alpha:], and
-# {1,3}+. (After \s++, which takes all line ends, $ matches the same.)
-UNLIKE = re.compile(r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:|\d\}\+")
-
-
-def eos_of(config: dict, default: str) -> str:
-    """Return the name of the eos."""
-    eos = config.get("eos_token") or default
-    return eos["content"] if isinstance(eos, dict) else eos
-
-
-def pattern_of(pre_tokenizer: dict) -> str:
-    """Return the regular expression that cuts a text into words, for tiktoken.
-
-    Three kinds of tokenizer.json are supported: GPT-2's pattern alone, GPT-2's pattern after a
-    split at each digit (SmolLM), and a pattern in the file (Llama 3, Qwen). Raises ValueError for
-    another kind, and for a pattern that tiktoken's regex engine matches differently.
-    """
-    *cuts, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    is_gpt2 = byte_level.get("use_regex", True)
-    if byte_level["type"] == "ByteLevel" and not byte_level.get("add_prefix_space"):
-        if is_gpt2 and not cuts:
-            return GPT2_PATTERN
-        if is_gpt2 and cuts == [{"type": "Digits", "individual_digits": True}]:
-            return DIGITS_PATTERN
-        if not is_gpt2 and len(cuts) == 1:
-            regex = cuts[0].get("pattern", {}).get("Regex")
-            split = dict(type="Split", behavior="Isolated", invert=False, pattern={"Regex": regex})
-            if {"invert": False} | cuts[0] == split and regex and not UNLIKE.search(regex):
-                return regex
-    raise ValueError(f"pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
-
-
-def to_bytes(token: str) -> bytes:
-    return bytes(CHAR_TO_BYTE[c] for c in token)
-
-
-def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
-    """Return tiktoken's table, token -> id, of a vocabulary and the merges of a model.
-
-    A byte-level BPE of Hugging Face lists its merges: pairs of tokens, in order of priority.
-    tiktoken has no list. It merges any two neighbours that form a token, the token with the
-    smallest id first. Both give the same tokens if
-
-    * the merges are in the order of the ids of the tokens that they make, and
-    * for every token, the last merge by which tiktoken makes it is in the list. (That fails for a
-      vocabulary that was extended by the merges of another one.)
-
-    Raises ValueError otherwise. A token that no merge makes never appears, unless the model has
-    ignore_merges: then a word that is a token becomes this token.
-    """
-    ranks = {to_bytes(token): i for token, i in vocab.items()}
-    listed = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    merges = [(to_bytes(a), to_bytes(b)) for a, b in listed if a + b in vocab]
-    made = [ranks[a + b] for a, b in merges]
-    if made != sorted(made):
-        raise ValueError("its merges are not in the order of their ids: not supported")
-    whole_words = model.get("ignore_merges")
-    if not whole_words:
-        ids = set(made)
-        ranks = {token: i for token, i in ranks.items() if len(token) == 1 or i in ids}
-    known = set(merges)
-    for token in ranks:
-        parts = parts_before_last_merge(token, ranks)
-        needed = {tuple(parts)} if len(parts) > 1 else set()
-        if len(parts) > 2 and whole_words:  # within a word, any two halves may be merged to it
-            halves = ((token[:i], token[i:]) for i in range(1, len(token)))
-            needed = {pair for pair in halves if ranks.keys() >= set(pair)}
-        if not needed <= known:
-            raise ValueError(f"tiktoken makes {token} by other merges: not supported")
-    return ranks
-
-
-def parts_before_last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Merge the bytes of a token as tiktoken does, and return the parts before the last merge.
-
-    These are two parts, or more if no tokens with smaller ids lead to it.
-    """
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        ids = [ranks.get(a + b, ranks[token]) for a, b in itertools.pairwise(parts)]
-        lowest = min(ids)
-        if lowest == ranks[token]:
-            break
-        i = ids.index(lowest)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
-
-
-def prefix_of(content: dict) -> list[int]:
-    """Return the ids that a tokenizer.json puts before every text."""
-    post = content.get("post_processor") or {"type": "ByteLevel"}
-    prefix = []
-    for step in post.get("processors", [post]):
-        if step["type"] == "TemplateProcessing":
-            *special, text = step["single"]
-            if "Sequence" not in text:
-                raise ValueError("it puts tokens after every text: not supported")
-            for part in special:
-                prefix += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
-        elif step["type"] != "ByteLevel":
-            raise ValueError(f"post_processor {step['type']} is not supported")
-    return prefix

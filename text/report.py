@@ -96,7 +96,7 @@ def first_document(folder: Path, meta: dict) -> str:
 
 def summary(meta: dict, folder: Path) -> str:
     """Return the report of a data set, several lines, from its meta.json."""
-    kind = meta["tokenizer"]["kind"]
+    kind = meta["tokenizer"].get("called") or meta["tokenizer"]["kind"]
     splits, records = meta["splits"], meta["records"]
     lines = [f"{folder}: {kind} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}"]
     for split, s in splits.items():

@@ -66,6 +66,9 @@ class PrepareConfig:
         "train, char, byte, a tiktoken name such as gpt2, a .model or .tiktoken file, or a folder",
         group="Tokenizer",
     )
+    eos: str = option(
+        "", "the token that ends a document, for a --tokenizer that does not name it: '</s>'"
+    )
     vocab_size: int = option(4096, "number of tokens, for --tokenizer=train", minimum=LEAST)
     train_mb: int = option(
         10,

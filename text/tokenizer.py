@@ -19,22 +19,23 @@ hf_tokenizer.py converts both to and from Hugging Face's files. This module need
 """
 
 import base64
+import itertools
+import json
+import os
 import re
-import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
-from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from configurator import UserError
-from hardware.disk import check_regular_file
+from configurator import UserError, note
+from hardware.disk import check_regular_file, file_sha256, read_object
 
 # The special tokens of ChatML: text/chat.py.
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 MAX_ID = (1 << 24) - 1  # the largest id of a token that is accepted
+Added = Sequence[dict]  # added tokens: content, special, ... as in tokenizer.json
 
 
 def check_ids(ids: Collection[int]) -> None:
@@ -43,38 +44,118 @@ def check_ids(ids: Collection[int]) -> None:
         raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
 
 
-# Positions in a text that the tokens of a BPE seldom cross: before a space, and between a Chinese
-# character and punctuation. SentencePiece.may_cut says whether a token of the model does.
-EDGE = r"(?:(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n]))"
-SLICE = 500  # characters, at least; SentencePiece is slower on longer texts (bench/LOG.md)
+# Edges: positions in a text that tokens do not cross. Each kind of tokenizer has its own.
+SPACE = r"(?:(?<=\S)(?= ))"  # no token, as far as is known
+WORD = rf"(?:{SPACE}|(?<=\n)(?=\w))"  # no token of a byte-level BPE
+# No token of many a BPE of SentencePiece: SentencePiece.may_cut says if that is so.
+PHRASE = r"(?:(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n]))"
+SLICE = 1 << 20  # characters, at least: a longer text would take much memory
+SHORT_SLICE = 500  # SentencePiece is slower on longer texts (bench/LOG.md)
+SPACE_SIGN = "\u2581"  # a space in SentencePiece's tokens
 
 
-class SentencePiece:
+def slices(text: str, edge: str, size: int = SLICE) -> list[str]:
+    """Cut a text at the first edge after `size` characters, and so on.
+
+    A BPE only merges neighbours that form a token. So if no token crosses an edge, the text before
+    it and the text after it are encoded independently, to the ids of the whole text.
+    """
+    if len(text) <= size:
+        return [text]
+    return re.findall(rf"(?s).{{{size}}}(?:.*?{edge}|.*)|.+", text)
+
+
+class Shared:
+    """What the tokenizers have in common."""
+
+    edge = WORD
+    unk_id = -1
+    adds_space = False  # before a text
+    drops = False  # leaves out a character that it has no token for
+    special: dict[str, int]
+    added: dict[str, int] = {}
+
+    def special_id(self, name: str) -> int:
+        return self.special.get(name, -1)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids (n,) of a text. The name of a special token in it is ordinary text."""
+        if len(text) <= SLICE:
+            return self.encode_slice(text)
+        first, *rest = slices(text, self.edge)
+        # A later slice starts with a space already.
+        rest = [part.removeprefix(" " * self.adds_space) for part in rest]
+        return np.concatenate([self.encode_slice(part) for part in (first, *rest)])
+
+    def encode_slice(self, text: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """Yield the ids (n,) of each text; next() raises ValueError for one without ids."""
+        return map(self.encode, texts)
+
+
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # of protobuf: field 3, normalizer_spec, {field 3: false}
+
+
+def piece_field(token: dict) -> bytes:
+    """Return an added token as protobuf writes a piece: field 1 of the model, {1: name, 3: type}.
+
+    The type is CONTROL, or USER_DEFINED: the latter is found in a text before all other pieces.
+    """
+    name = token["content"].encode()
+    piece = b"\x0a%c%b\x18%c" % (len(name), name, 3 if token["special"] else 4)
+    return b"\x0a%c%b" % (len(piece), piece)
+
+
+class SentencePiece(Shared):
+    """A model of SentencePiece, computed by its library.
+
+    eos: the name of its eos, by default the model's own. added: tokens of a Hugging Face folder,
+    which the file may lack. Raises UserError for a file that is no such model, or has no eos.
+    """
+
     kind = "sentencepiece"
     file = "tokenizer.model"
-    normalize = ""
-    added: dict[str, int] = {}  # SentencePiece finds its user-defined symbols itself
 
-    def __init__(self, path: str | Path, prefix: list[int] | None = None):
-        import sentencepiece
+    def __init__(
+        self, path: str | Path, prefix: list[int] | None = None, eos: str = "", added: Added = ()
+    ):
+        from sentencepiece import SentencePieceProcessor
 
         try:
             check_regular_file(path)
-            self.sp = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
+            model = Path(path).read_bytes()
+            sp = SentencePieceProcessor(model_proto=model)
+            known = {sp.id_to_piece(i) for i in range(sp.vocab_size())}
+            # What is appended to a protobuf adds to a list, and replaces any other value.
+            model += b"".join(piece_field(t) for t in added if t["content"] not in known)
+            self.sp = self.inner = SentencePieceProcessor(model_proto=model)
+            # The space that a model puts before a text is put there by parts() alone.
+            if self.sp.normalize("  a") == "▁▁▁a":
+                self.inner = SentencePieceProcessor(model_proto=model + NO_DUMMY_PREFIX)
         except (OSError, RuntimeError, ValueError) as e:
             reason = getattr(e, "strerror", None) or str(e).strip()
             raise UserError(f"tokenizer {path}: not a SentencePiece model ({reason})") from None
+        self.adds_space = self.sp.normalize("a") != "a"
         self.vocab_size = self.sp.vocab_size()
-        self.eos_id = self.sp.eos_id()
+        control = filter(self.sp.is_control, range(self.vocab_size))
+        self.special = {self.sp.id_to_piece(i): i for i in control}
+        self.named = list(added)
+        texts = [token["content"] for token in added if not token["special"]]
+        self.added = {text: self.sp.piece_to_id(text) for text in texts}
+        self.eos = eos
+        self.eos_id = self.special.get(eos, -1) if eos else self.sp.eos_id()
         self.unk_id = self.sp.unk_id()
-        space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
+        space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SIGN.encode()]
+        self.has_bytes = self.sp.is_byte(space_sign[0])
         self.space_sign = np.array(space_sign, np.int32)
         if self.eos_id < 0:
-            raise UserError(f"tokenizer {path}: no eos token, but every document must end with one")
+            problem = f"no eos token {eos}".rstrip()
+            raise UserError(f"tokenizer {path}: {problem}, but every document must end with one")
         self.prefix = [self.eos_id] if prefix is None else prefix
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text."""
         return next(self.encode_all([text]))
 
     def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
@@ -83,32 +164,31 @@ class SentencePiece:
         SentencePiece uses U+2581 for a space, and would decode a U+2581 of the text to a space.
         Here it is encoded as its three bytes, and so decodes to itself.
         """
-        cut = [[self.slices(part) for part in text.split("\u2581")] for text in texts]
-        slices = [s for parts in cut for part in parts for s in part]
-        encoded = iter(self.sp.encode_as_numpy(slices, num_threads=1))
+        cut = [self.parts(text) for text in texts]
+        others = [part for parts in cut for part in parts if part != SPACE_SIGN]
+        encoded = iter(self.inner.encode_as_numpy(others, num_threads=1))
         for parts in cut:
-            ids = []  # arrays
-            for part in parts:
-                ids += [self.space_sign, *islice(encoded, len(part))]
-            yield np.concatenate(ids[1:]).view(np.uint32)
+            ids = [self.space_sign if part == SPACE_SIGN else next(encoded) for part in parts]
+            yield np.concatenate(ids).view(np.uint32)
 
-    def slices(self, text: str) -> list[str]:
-        """Cut a text into slices that give the same ids as the whole text, but faster.
-
-        A BPE only merges neighbours that form a token. So if no token can cross a position, the
-        text before it and the text after it are encoded independently.
-        """
-        if len(text) <= SLICE or not self.may_cut:
-            return [text]
-        # Up to the first EDGE after SLICE characters, or to the end.
-        return re.findall(rf"(?s).{{{SLICE}}}(?:.*?{EDGE}|.*)|.+", text)
+    def parts(self, text: str) -> list[str]:
+        """Cut a text into slices, and at each U+2581, which is a part of its own."""
+        # As in transformers, no space comes before an added token.
+        if self.inner is not self.sp and text and not text.startswith(tuple(self.added)):
+            text = f" {text}"
+        cut = (PHRASE, SHORT_SLICE) if len(text) > SHORT_SLICE and self.may_cut else (SPACE, SLICE)
+        parts = []
+        for part in text.split(SPACE_SIGN):
+            parts += [*slices(part, *cut), SPACE_SIGN]
+        return parts[:-1]
 
     @cached_property
     def may_cut(self) -> bool:
-        """Whether no token crosses an EDGE, so that a slice is encoded as in the whole text."""
-        pieces = map(self.sp.id_to_piece, range(self.vocab_size))
-        crosses = any(re.search(EDGE, piece.replace("\u2581", " ")) for piece in pieces)
-        return self.keeps_text and self.is_byte_bpe and not crosses
+        """Whether no token crosses a PHRASE, so that a slice is encoded as in the whole text."""
+        pieces = (self.sp.id_to_piece(i).replace(SPACE_SIGN, " ") for i in range(self.vocab_size))
+        return (
+            self.keeps_text and self.is_byte_bpe and not any(re.search(PHRASE, p) for p in pieces)
+        )
 
     @property
     def keeps_text(self) -> bool:
@@ -116,20 +196,11 @@ class SentencePiece:
         return self.sp.normalize("  a １ ") == "▁▁a▁１▁"
 
     @property
-    def adds_space(self) -> bool:
-        """Whether the model puts a space before a text."""
-        return self.sp.normalize("a") != "a"
-
-    @property
     def is_byte_bpe(self) -> bool:
         """Whether the model is a BPE that encodes a character without a token as its bytes."""
         # In a BPE, the scores of the pieces are the order of the merges.
         scores = [self.sp.get_score(i) for i in self.ordinary]
-        return scores == [-i for i in range(len(scores))] and self.has_all_bytes
-
-    @property
-    def has_all_bytes(self) -> bool:
-        return sum(map(self.sp.is_byte, range(self.vocab_size))) >= 256
+        return scores == [-i for i in range(len(scores))] and self.has_bytes
 
     @property
     def ordinary(self) -> list[int]:
@@ -141,12 +212,8 @@ class SentencePiece:
     def decode(self, ids: list[int]) -> str:
         """Return the text of these ids, with the names of <|im_start|> and <|im_end|>."""
         names = {self.special_id(name): name for name in (IM_START, IM_END)}
-        runs = [(name, list(run)) for name, run in groupby(ids, names.get)]
+        runs = [(name, list(run)) for name, run in itertools.groupby(ids, names.get)]
         return "".join(name * len(run) if name else self.sp.decode(run) for name, run in runs)
-
-    def special_id(self, name: str) -> int:
-        token = self.sp.piece_to_id(name)
-        return token if self.sp.is_control(token) else -1
 
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 that a token adds to a text: a part of a character, if it is a byte."""
@@ -161,7 +228,8 @@ class SentencePiece:
 
     def save(self, folder: Path) -> dict:
         (folder / self.file).write_bytes(self.sp.serialized_model_proto())
-        return {"kind": self.kind, "file": self.file, "prefix": self.prefix}
+        info = {"kind": self.kind, "file": self.file, "prefix": self.prefix}
+        return info | {"eos": self.eos, "added": self.named}
 
 
 # How GPT-2 and cl100k cut a text into words before they merge bytes, as tiktoken defines them.
@@ -170,6 +238,18 @@ CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
+
+CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"  # upper, lower
+O200K_PATTERN = "".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}{some}{CASED[1]}{more}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    for some, more in ("*+", "+*")
+)
+O200K_PATTERN += r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The first letters of the SHA-256 of a .tiktoken file -> its pattern.
+PATTERNS = dict.fromkeys(("306cd27f03c1", "94b5ca7dff4d"), GPT2_PATTERN)  # r50k is GPT-2's, p50k
+PATTERNS |= dict.fromkeys(("446a9538cb6c", "d0bdbaf59b07"), O200K_PATTERN)  # o200k, Llama 4
+# cl100k, Qwen, Llama 3
+PATTERNS |= dict.fromkeys(("223921b76ee9", "b2b1b8dfb5cc", "82e9d31979e9"), CL100K_PATTERN)
 
 
 def faster(pattern: str) -> str:
@@ -184,44 +264,40 @@ def faster(pattern: str) -> str:
     return "(?:" + greedy.replace(r"|\s+(?!\S)", r")|\s+(?!\S)")
 
 
-class Tiktoken:
+class Tiktoken(Shared):
+    """A byte-level BPE, computed by tiktoken.
+
+    pattern: cuts a text into words; bytes are merged only within a word. ranks: token -> id; tokens
+    with smaller ids are merged first.
+    """
+
     kind = "tiktoken"
     file = "tokenizer.tiktoken"
-    unk_id = -1
-    adds_space = False
 
     def __init__(
         self,
         name: str,
-        pattern: str,  # cuts a text into words; bytes are merged only within a word
-        ranks: dict[bytes, int],  # token -> id; tokens with smaller ids are merged first
+        pattern: str,
+        ranks: dict[bytes, int],
         special: dict[str, int],
         eos: str = "<|endoftext|>",
-        # A Unicode normal form that every text is brought to: NFC for Qwen.
-        normalize: Literal["", "NFC", "NFD", "NFKC", "NFKD"] = "",
         prefix: list[int] | None = None,
-        added: dict[str, int] | None = None,
     ):
         import tiktoken
 
-        self.added = added or {}
         self.encoding = tiktoken.Encoding(
             name,
             pat_str=faster(pattern),
             mergeable_ranks=ranks,
-            special_tokens=special | self.added,
+            special_tokens=special,
         )
         self.pattern = pattern
         self.ranks = ranks
         self.special = special
-        self.normalize = normalize
         self.eos = eos
         self.vocab_size = self.encoding.n_vocab
         self.eos_id = special[eos]
         self.token_of = {i: token for token, i in ranks.items()}  # id -> its bytes
-        self.token_of |= {i: name.encode() for name, i in self.added.items()}
-        longest_first = sorted(self.added, key=len, reverse=True)
-        self.added_names = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self.prefix = [self.eos_id] if prefix is None else prefix
 
     @classmethod
@@ -241,12 +317,13 @@ class Tiktoken:
 
     @classmethod
     def from_file(
-        cls, path: str | Path, pattern: str = CL100K_PATTERN, special: dict | None = None, **options
+        cls, path: str | Path, pattern: str = "", special: dict | None = None, **options
     ) -> "Tiktoken":
         """Return the tokenizer of a .tiktoken file, whose lines are the base64 and id of a token.
 
-        The file does not contain the splitting pattern. The default is that of cl100k, Qwen and
-        Llama 3. Raises UserError if the file cannot be read or is damaged.
+        The file does not contain the splitting pattern. The default is that of the known file with
+        this hash, or else cl100k's, with a note. Raises UserError if the file cannot be read or is
+        damaged.
         """
         try:
             check_regular_file(path)
@@ -257,39 +334,22 @@ class Tiktoken:
             reason = getattr(e, "strerror", None) or e
             raise UserError(f"tokenizer {path}: not a .tiktoken file ({reason})") from None
         special = special or {"<|endoftext|>": max(ranks.values()) + 1}
+        pattern = pattern or PATTERNS.get(file_sha256(Path(path))[:12], "")
+        if not pattern:
+            note(f"{path} does not say how it splits texts into words: as cl100k is assumed")
+            pattern = CL100K_PATTERN
         return cls(Path(path).stem, pattern, ranks, special, **options)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text. The name of a special token in it is ordinary text.
-
-        Raises ValueError if tiktoken fails, on a million spaces for example.
-        """
-        if not self.added:
-            return self.encode_words(text)
-        parts = self.added_names.split(text)  # every second one is the name of an added token
-        ids = [[self.added[p]] if i % 2 else self.encode_words(p) for i, p in enumerate(parts)]
-        return np.concatenate(ids).astype(np.uint32)
-
-    def encode_words(self, text: str) -> np.ndarray:
+    def encode_slice(self, text: str) -> np.ndarray:
         try:
-            return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
         except BaseException as e:  # a panic in tiktoken's Rust code is not an Exception
             if type(e).__name__ != "PanicException":
                 raise
             raise ValueError(f"tiktoken failed: {str(e).splitlines()[0][:80]}") from None
 
-    def normalized(self, text: str) -> str:
-        return unicodedata.normalize(self.normalize, text) if self.normalize else text
-
-    def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """Yield the ids (n,) of each text; next() raises ValueError where tiktoken fails."""
-        return map(self.encode, texts)
-
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
-
-    def special_id(self, name: str) -> int:
-        return self.special.get(name, -1)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text: none, if it is special or unknown."""
@@ -301,17 +361,111 @@ class Tiktoken:
         (folder / self.file).write_bytes(b"".join(lines))
         info = {"kind": self.kind, "file": self.file, "name": self.encoding.name}
         info |= {"prefix": self.prefix, "pattern": self.pattern, "special": self.special}
-        return info | {"eos": self.eos, "normalize": self.normalize, "added": self.added}
+        return info | {"eos": self.eos}
 
 
-Tokenizer = SentencePiece | Tiktoken
+# A byte-level BPE has one printable character for each byte: the byte's own in Latin-1 if that is
+# printable, and else a character from U+0100 on.
+UNPRINTABLE = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
+BYTE_TO_CHAR = {b: chr(b) for b in range(256)}
+BYTE_TO_CHAR |= {b: chr(0x100 + i) for i, b in enumerate(UNPRINTABLE)}
+CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
+
+
+class HuggingFace(Shared):
+    """Any tokenizer.json, computed by Hugging Face's package `tokenizers`.
+
+    content: of the file. eos: is added, if the file lacks it. added: tokens that other files of its
+    folder name. Raises whatever `tokenizers` raises for a damaged file.
+    """
+
+    kind = "huggingface"
+    file = "tokenizer.json"
+
+    def __init__(self, content: dict, eos: str, prefix: list[int] | None = None, added: Added = ()):
+        # prepare.py has a process for each core.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        import tokenizers
+
+        model = content["model"]
+        model.pop("dropout", None)  # would give a text other ids each time
+        self.library = library = tokenizers.Tokenizer.from_str(json.dumps(content))
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True  # their names in a text are text
+        size = library.get_vocab_size()
+        library.add_tokens([tokenizers.AddedToken(**token) for token in added])
+        if eos not in library.get_vocab():
+            note(f"the tokenizer has no token {eos}: it is added")
+        library.add_special_tokens([eos, *({IM_START, IM_END} & library.get_vocab().keys())])
+        vocab = library.get_vocab()
+        check_ids(vocab.values())
+        self.has_grown = len(vocab) > size
+        self.vocab_size = 1 + max(vocab.values())
+        self.eos, self.eos_id = eos, vocab[eos]
+        tokens = library.get_added_tokens_decoder().values()
+        special = {t.content for t in tokens if t.special} | {eos, IM_START, IM_END} & vocab.keys()
+        self.added = {t.content: vocab[t.content] for t in tokens if t.content not in special}
+        # A conversation has line ends beside its special tokens, which these would take in.
+        special -= {t.content for t in tokens if t.lstrip or t.rstrip} - {eos}
+        self.special = {name: vocab[name] for name in special}
+        unk_id = vocab.get(model.get("unk_token"), model.get("unk_id"))
+        self.unk_id = -1 if unk_id is None else unk_id
+        # A WordLevel or Unigram model may have the name of a special token as a word.
+        self.forged = {*self.special.values()} - {self.unk_id} | {self.eos_id}
+        has_bytes = model.get("byte_fallback") or vocab.keys() >= CHAR_TO_BYTE.keys()
+        self.drops = self.unk_id < 0 and not has_bytes
+        steps = json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+        self.is_byte_level = '"ByteLevel"' in steps
+        if self.is_byte_level:
+            library.decoder = tokenizers.decoders.ByteLevel()
+        self.edge = WORD if self.is_byte_level else SPACE
+        first = library.encode("a")
+        size = [*first.special_tokens_mask, 0].index(0)
+        self.prefix = first.ids[:size] if prefix is None else prefix
+        text = "".join(first.tokens[size:])
+        self.adds_space = text.startswith((SPACE_SIGN, BYTE_TO_CHAR[0x20]))
+
+    def encode_slice(self, text: str) -> np.ndarray:
+        try:
+            [encoding] = self.library.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as e:  # `tokenizers` raises no other class
+            raise ValueError(str(e)) from None
+        if not self.forged.isdisjoint(encoding.ids):
+            raise ValueError("its tokenizer makes a special token of a name in it")
+        return np.array(encoding.ids, np.uint32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.library.decode(ids, skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text: none, if it is special or unknown."""
+        piece = self.library.id_to_token(token)
+        if piece is None or piece in self.special or token == self.unk_id:
+            return b""
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(byte[1])
+        if self.is_byte_level and piece not in self.added and CHAR_TO_BYTE.keys() >= set(piece):
+            return bytes(CHAR_TO_BYTE[c] for c in piece)
+        # As it is decoded after another token, here an eos.
+        return self.decode([self.eos_id, token])[len(self.eos) :].encode()
+
+    def save(self, folder: Path) -> dict:
+        """Write the file, unless prepare.py has copied it with the others of its folder."""
+        path = folder / self.file
+        if self.has_grown or not path.exists():
+            path.write_text(self.library.to_str(), encoding="utf-8")
+        return {"kind": self.kind, "file": self.file, "prefix": self.prefix, "eos": self.eos}
+
+
+Tokenizer = SentencePiece | Tiktoken | HuggingFace
 
 
 def meaning_of_ids(t: Tokenizer) -> list:
     """Return all that decides the meaning of the ids of a tokenizer."""
     special_ids = [t.special_id(IM_START), t.special_id(IM_END)]
     texts = [t.token_bytes(i) for i in range(t.vocab_size)]
-    return [t.eos_id, t.normalize, special_ids, t.added, texts]
+    return [t.eos_id, special_ids, t.added, texts]
 
 
 def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
@@ -324,7 +478,11 @@ def open_tokenizer(path: str | Path, info: dict) -> Tokenizer:
 
     Raises UserError if the file is damaged.
     """
+    prefix, eos = info["prefix"], info.get("eos", "")
     if info["kind"] == SentencePiece.kind:
-        return SentencePiece(path, info["prefix"])
-    options = {key: info.get(key) for key in ("eos", "normalize", "prefix", "added")}
-    return Tiktoken.from_file(path, info["pattern"], info["special"], **options)
+        return SentencePiece(path, prefix, eos, info.get("added", ()))
+    if info["kind"] == HuggingFace.kind:
+        return HuggingFace(read_object(Path(path)), eos, prefix)
+    if info["name"] == "hf":  # earlier versions read a tokenizer.json for tiktoken to compute
+        return HuggingFace(read_object(Path(path).with_name(HuggingFace.file)), eos, prefix)
+    return Tiktoken.from_file(path, info["pattern"], info["special"], eos=eos, prefix=prefix)

@@ -45,9 +45,10 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
             if file.suffix == ".json":
                 read_json(file)  # raises UserError if it is damaged
             shutil.copyfile(file, folder / file.name)
-    is_made_here = cfg.tokenizer in MADE_HERE
-    tokenizer = SentencePiece(path) if is_made_here else find_tokenizer(cfg.tokenizer)
-    return save_tokenizer(tokenizer, folder)
+    spec = str(path) if cfg.tokenizer in MADE_HERE else cfg.tokenizer
+    tokenizer = find_tokenizer(spec, cfg.eos)
+    name = "trained" if cfg.tokenizer == "train" else Path(cfg.tokenizer).name or cfg.tokenizer
+    return save_tokenizer(tokenizer, folder) | {"called": name}
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict:
@@ -55,10 +56,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict:
     info = tokenizer.save(folder)
     info["sha256"] = file_sha256(folder / info["file"])
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    info["files"] = {}
-    for file in (folder / info["file"], *hugging_face_files(folder)):
-        info["files"][file.name] = file_sha256(file)
-    return info
+    files = (folder / info["file"], *hugging_face_files(folder))
+    return info | {"files": {file.name: file_sha256(file) for file in files}}
 
 
 def make_model(path: Path, sentences: list[str], **options) -> None:

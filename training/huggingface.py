@@ -387,6 +387,9 @@ def read_shape(path: str | Path) -> GPTConfig:
         return read_nanogpt(path)[0]
     if not (path / "config.json").exists():
         problem = "not a model folder on this disk: it has no config.json"
+        if (path / "adapter_config.json").exists():
+            advice = "save the whole model: merge_and_unload().save_pretrained(FOLDER)"
+            raise UserError(f"{path}: a LoRA adapter of peft, without its model; {advice}")
         raise UserError(f"{path}: {problem}; nothing is downloaded")
     with file_errors(path / "config.json"):
         return from_config(read_object(path / "config.json"))
