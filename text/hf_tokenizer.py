@@ -39,15 +39,13 @@ def all_merges(tokens: dict[str, int]) -> list[tuple[str, str]]:
 
     SentencePiece and tiktoken merge any two neighbours that make a token, so each pair is a merge.
     """
-    pairs = []
-    for token in sorted(tokens, key=tokens.__getitem__):
-        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
-        pairs += [(a, b) for a, b in halves if a in tokens and b in tokens]
-    return pairs
+    in_order = sorted(tokens, key=tokens.__getitem__)
+    halves = ((token[:i], token[i:]) for token in in_order for i in range(1, len(token)))
+    return [(a, b) for a, b in halves if a in tokens and b in tokens]
 
 
 def to_hugging_face(
-    tokenizer: Tokenizer, block_size: int, came_with: dict | None = None
+    tokenizer: SentencePiece | Tiktoken, block_size: int, came_with: dict | None = None
 ) -> dict[str, dict]:
     """Return file name -> content of tokenizer.json and tokenizer_config.json.
 
@@ -60,10 +58,7 @@ def to_hugging_face(
     are kept.
     """
     t = tokenizer
-    if isinstance(t, HuggingFace):
-        library = t.library
-    else:
-        library = sentencepiece_bpe(t) if isinstance(t, SentencePiece) else byte_level_bpe(t)
+    library = sentencepiece_bpe(t) if isinstance(t, SentencePiece) else byte_level_bpe(t)
     if library is None:
         return {}
     names = {i: name for name, i in tokenizer.special.items()}
@@ -169,7 +164,9 @@ HF_FILES += "vocab.json merges.txt chat_template.jinja generation_config.json".s
 
 
 # Usual names of the token that ends a document.
-EOS = r"</s>|\[SEP\]|[<\[][|｜/]?(?:eo[sd]|eos_token|end|end[_▁]?of[_▁]?\w+)[|｜]?[>\]]"
+EOS = (
+    r"</s>|[<\[][|｜/]?(?:eo[sd]|eos_token|end|stop|end[_▁]?of[_▁]?(?:text|sen|doc)\w*)[|｜]?[>\]]"
+)
 # Texts to which tokenizer.json and tokenizer.model of one folder may give different ids.
 PROBES = ["a", " a", "x ---  y\n\n z", "中文，。 １２", "\t12 don't", "é e\u0301 😀"]
 
@@ -277,9 +274,9 @@ def added_tokens(folder: Path, config: dict) -> list[dict]:
         special = str([value for key, value in config.items() if "token" in key])
         ids = read_json(folder / "added_tokens.json").items()
         tokens = {i: {"content": name, "special": name in special} for name, i in ids}
-    im = dict.fromkeys((IM_START, IM_END), True)
-    tokens = [tokens[i] for i in sorted(tokens, key=int)]
-    return [t | {"special": im.get(t["content"], t.get("special", False))} for t in tokens]
+    for token in tokens.values():
+        token["special"] = token.get("special", False) or token["content"] in (IM_START, IM_END)
+    return [tokens[i] for i in sorted(tokens, key=int)]
 
 
 def eos_of(folder: Path, named: str, content: dict, added: list[dict]) -> str:
@@ -290,6 +287,7 @@ def eos_of(folder: Path, named: str, content: dict, added: list[dict]) -> str:
         return named
     names = {"<|endoftext|>"} if named else special or set(content["model"]["vocab"])
     usual = [name for name in names if re.fullmatch(EOS, name, re.IGNORECASE)]
+    usual = usual or [name for name in names if name == "[SEP]"]
     if len(usual) != 1:
         raise ValueError(f"no file names its eos ({len(usual)} names may be it): name it as --eos")
     if not named:

@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -44,10 +45,9 @@ def check_ids(ids: Collection[int]) -> None:
         raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
 
 
-# Edges: positions in a text that tokens do not cross. Each kind of tokenizer has its own.
-SPACE = r"(?:(?<=\S)(?= ))"  # no token, as far as is known
-WORD = rf"(?:{SPACE}|(?<=\n)(?=\w))"  # no token of a byte-level BPE
-# No token of many a BPE of SentencePiece: SentencePiece.may_cut says if that is so.
+# Positions in a text: the first is one that tokens do not cross. SentencePiece.may_cut says whether
+# those of a model cross the second.
+SPACE = r"(?<=\S)(?= )"
 PHRASE = r"(?:(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n]))"
 SLICE = 1 << 20  # characters, at least: a longer text would take much memory
 SHORT_SLICE = 500  # SentencePiece is slower on longer texts (bench/LOG.md)
@@ -68,7 +68,6 @@ def slices(text: str, edge: str, size: int = SLICE) -> list[str]:
 class Shared:
     """What the tokenizers have in common."""
 
-    edge = WORD
     unk_id = -1
     adds_space = False  # before a text
     drops = False  # leaves out a character that it has no token for
@@ -82,7 +81,7 @@ class Shared:
         """Return the ids (n,) of a text. The name of a special token in it is ordinary text."""
         if len(text) <= SLICE:
             return self.encode_slice(text)
-        first, *rest = slices(text, self.edge)
+        first, *rest = slices(text, SPACE)
         # A later slice starts with a space already.
         rest = [part.removeprefix(" " * self.adds_space) for part in rest]
         return np.concatenate([self.encode_slice(part) for part in (first, *rest)])
@@ -239,6 +238,14 @@ CL100K_PATTERN = (
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
 
+# Qwen's, and that of Qwen 3.5, before which texts are brought to NFC.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN3_5_PATTERN = QWEN_PATTERN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(
+    r"\s\p{L}", r"\s\p{L}\p{M}"
+)
 CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"  # upper, lower
 O200K_PATTERN = "".join(
     rf"[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}{some}{CASED[1]}{more}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -248,8 +255,8 @@ O200K_PATTERN += r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s
 # The first letters of the SHA-256 of a .tiktoken file -> its pattern.
 PATTERNS = dict.fromkeys(("306cd27f03c1", "94b5ca7dff4d"), GPT2_PATTERN)  # r50k is GPT-2's, p50k
 PATTERNS |= dict.fromkeys(("446a9538cb6c", "d0bdbaf59b07"), O200K_PATTERN)  # o200k, Llama 4
-# cl100k, Qwen, Llama 3
-PATTERNS |= dict.fromkeys(("223921b76ee9", "b2b1b8dfb5cc", "82e9d31979e9"), CL100K_PATTERN)
+PATTERNS |= dict.fromkeys(("223921b76ee9", "82e9d31979e9"), CL100K_PATTERN)  # cl100k, Llama 3
+PATTERNS |= {"b2b1b8dfb5cc": QWEN_PATTERN, "8dde380a6405": QWEN3_5_PATTERN}
 
 
 def faster(pattern: str) -> str:
@@ -341,6 +348,8 @@ class Tiktoken(Shared):
         return cls(Path(path).stem, pattern, ranks, special, **options)
 
     def encode_slice(self, text: str) -> np.ndarray:
+        if self.pattern in (QWEN_PATTERN, QWEN3_5_PATTERN):
+            text = unicodedata.normalize("NFC", text)
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except BaseException as e:  # a panic in tiktoken's Rust code is not an Exception
@@ -399,7 +408,7 @@ class HuggingFace(Shared):
             note(f"the tokenizer has no token {eos}: it is added")
         library.add_special_tokens([eos, *({IM_START, IM_END} & library.get_vocab().keys())])
         vocab = library.get_vocab()
-        check_ids(vocab.values())
+        check_ids(set(vocab.values()))
         self.has_grown = len(vocab) > size
         self.vocab_size = 1 + max(vocab.values())
         self.eos, self.eos_id = eos, vocab[eos]
@@ -419,7 +428,6 @@ class HuggingFace(Shared):
         self.is_byte_level = '"ByteLevel"' in steps
         if self.is_byte_level:
             library.decoder = tokenizers.decoders.ByteLevel()
-        self.edge = WORD if self.is_byte_level else SPACE
         first = library.encode("a")
         size = [*first.special_tokens_mask, 0].index(0)
         self.prefix = first.ids[:size] if prefix is None else prefix

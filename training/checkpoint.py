@@ -49,7 +49,7 @@ from hardware.machine import Machine, full_tensor, local_shard
 from model import GPTConfig
 from text.dataset import files_of
 from text.hf_tokenizer import HF_FILES, chat_files, only_ends, read_json, to_hugging_face
-from text.tokenizer import SentencePiece, Tiktoken, Tokenizer
+from text.tokenizer import HuggingFace, SentencePiece, Tiktoken, Tokenizer
 from text.windows import DataSet
 from training.evaluate import val_hashes, weights_of
 from training.huggingface import architecture_of, is_utf8, load_tensors, save_weights, to_config
@@ -248,7 +248,7 @@ def shared_files(
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
     }
     files = {name: (folder / name).read_bytes() for name in files_of(meta["tokenizer"])}
-    if "tokenizer.json" not in files:
+    if "tokenizer.json" not in files and not isinstance(tokenizer, HuggingFace):
         made = to_hugging_face(tokenizer, c.block_size, read_json(folder / "tokenizer_config.json"))
         if not made:
             note("other programs may read this tokenizer differently: docs/interchange.md")
