@@ -32,7 +32,7 @@ def test_one_text_file_is_split_as_nanogpt_splits_it(tmp_path, val_fraction):
 
 def test_learned_tokens_are_cut_between_two_of_them(tmp_path, monkeypatch):
     """Even if the text is longer than a segment."""
-    monkeypatch.setattr("text.encode.SEGMENT", 1000)
+    monkeypatch.setattr("text.tokenizer.SLICE", 1000)
     path = write_jsonl(tmp_path / "play.jsonl", [{"text": PLAY}])
     folder, meta = prepare_set(tmp_path, path, tokenizer="train", vocab_size=400, val_fraction=0.1)
     *train, train_end = open_split(folder, meta, "train").tolist()

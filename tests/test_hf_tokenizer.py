@@ -11,10 +11,18 @@ import tokenizers
 from conftest import make_records, prepared, saved, train_tiny
 from test_prepare import TEXTS, tiktoken_file
 
+from hardware.disk import file_sha256
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import find_tokenizer, to_hugging_face
 from text.shapes import record_text
-from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
+from text.tokenizer import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    SentencePiece,
+    Tiktoken,
+    open_tokenizer,
+    same_ids,
+)
 from text.train_tokenizer import write_alphabet
 
 QWEN2_PATTERN = (
@@ -265,3 +273,115 @@ def test_added_tokens_are_found_whichever_file_names_them(kind, file, tmp_path, 
             ids = ours.encode(text).tolist()
             assert auto(text, split_special_tokens=True, add_special_tokens=False).input_ids == ids
         assert ours.special_id("<|im_start|>") not in [-1, *ours.encode("<|im_start|>")]
+
+
+SPECIAL = [  # the special tokens of a folder, the eos that a file names, --eos, the right one
+    (["<|endoftext|>", "<pad>"], "", "", "<|endoftext|>"),
+    (["<pad>", "[EOS]", "[SEP]"], "", "", "[EOS]"),
+    (["[CLS]", "[SEP]"], "", "", "[SEP]"),
+    (["<|endoftext|>", "</s>"], "", "", None),
+    (["<|endoftext|>", "</s>"], "", "</s>", "</s>"),
+    # <|im_end|> ends a message of a document.
+    (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", "", "<|endoftext|>"),
+    (["<|endoftext|>", "<|im_end|>"], "", "<|im_end|>", "<|im_end|>"),
+    (["<s>", "</s>"], {"content": "<s>"}, "", "<s>"),
+    ([], "", "", None),
+    ([], "", "<end>", "<end>"),  # a new one
+]
+
+
+@pytest.mark.parametrize("special, named, option, right", SPECIAL)
+def test_eos_is_named_by_a_file_or_an_option_or_its_name(
+    special, named, option, right, tmp_path, capsys, refuses
+):
+    folder = bpe(tmp_path / "m", "gpt2")
+    content = read(folder / "tokenizer.json")
+    flags = content["added_tokens"][0]
+    content["added_tokens"] = [flags | {"id": i, "content": n} for i, n in enumerate(special)]
+    for i, name in enumerate(["<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"]):
+        content["model"]["vocab"].pop(name)
+        content["model"]["vocab"][special[i] if i < len(special) else f"x{i}"] = i
+    write_files(folder, {"tokenizer.json": content, "tokenizer_config.json": {}})
+    write_files(folder, {"special_tokens_map.json": {"eos_token": named} if named else {}})
+    options = [f"--tokenizer={folder}", *([f"--eos={option}"] if option else [])]
+    if right is None:
+        assert "--eos" in refuses(lambda: prepared(tmp_path, make_records(30), *options))
+        return
+    prepared(tmp_path, make_records(30), *options)
+    assert bool(named or option) != ("no file names its eos" in capsys.readouterr().err)
+    for ours in (find(folder, option), load_tokenizer(tmp_path / "tiny")):
+        assert ours.library.id_to_token(ours.eos_id) == right
+        assert ours.encode("the").tolist() == find(folder, "x1").encode("the").tolist()
+
+
+def test_special_tokens_that_strip_spaces_are_in_no_conversation(tmp_path, refuses):
+    folder = bpe(tmp_path / "m", "gpt2")
+    content = read(folder / "tokenizer.json")
+    content["added_tokens"][2]["rstrip"] = True
+    write_files(folder, {"tokenizer.json": content})
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    named = f"--tokenizer={folder}"
+    assert "spaces" in refuses(lambda: prepared(tmp_path, [{"messages": asked}] * 5, named))
+
+
+def test_names_of_own_special_tokens_stay_text_and_are_counted(tmp_path):
+    folder = bpe(tmp_path / "m", "gpt2")
+    content = read(folder / "tokenizer.json")
+    content["added_tokens"].append(
+        content["added_tokens"][0] | {"id": 700, "content": "<repo_name>"}
+    )
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 701, "content": ""})
+    del content["model"]["vocab"]["ą"]  # of the byte 5: `tokenizers` leaves it out
+    content["model"]["vocab"]["\x00"] = 5 + 256
+    write_files(folder, {"tokenizer.json": content})
+    texts = ["a<repo_name>b", "a\x05b", "plain"] * 10
+    prepared(tmp_path, [{"text": text} for text in texts], f"--tokenizer={folder}")
+    records = read(tmp_path / "tiny" / "meta.json")["records"]
+    assert records["names"] == {"<repo_name>": 10}
+    assert list(records["changed"].values()) == [10] and records["bad"] == {}
+    ours = find(folder)
+    assert ours.special["<repo_name>"] == 700 and 700 not in ours.encode("a<repo_name>b")
+    assert ours.vocab_size == 701 and ours.drops
+
+
+def test_two_tokenizers_of_a_folder_that_disagree_are_noted(tmp_path, capsys):
+    folder = llama2(tmp_path / "m")
+    ours = sentencepiece_model(folder / "tokenizer.model", add_dummy_prefix=True)
+    assert find(folder).encode("a b").tolist() == ours.encode("a b").tolist()
+    assert not capsys.readouterr().err
+    sentencepiece_model(folder / "tokenizer.model")
+    assert find(folder).encode("a b").tolist() == ours.encode("a b").tolist()
+    assert "tokenizer.model" in capsys.readouterr().err
+
+
+def test_a_file_is_known_by_its_content(tmp_path, monkeypatch, capsys):
+    (tmp_path / "v").mkdir()
+    tiktoken = tiktoken_file(tmp_path / "v" / "tokenizer.model", 2000)
+    model = sentencepiece_model(tmp_path / "tokenizer.model.v3")
+    assert same_ids(find(tmp_path / "tokenizer.model.v3"), model) and not capsys.readouterr().err
+    known = {file_sha256(tiktoken)[:12]: GPT2_PATTERN}
+    for hashes, pattern in (({}, CL100K_PATTERN), (known, GPT2_PATTERN)):
+        monkeypatch.setattr("text.tokenizer.PATTERNS", hashes)
+        for path in (tiktoken, tiktoken.parent):  # in a folder, too
+            found = find(path)
+            assert (found.pattern, found.vocab_size) == (pattern, 2257)
+        assert bool(capsys.readouterr().err) == (not hashes)
+
+
+def test_a_data_set_that_tiktoken_encoded_opens_with_the_same_ids(tmp_path):
+    """Until 0.9, prepare.py stored the tokenizer of a Hugging Face folder for tiktoken."""
+    folder = bpe(tmp_path / "m", "qwen")
+    data = prepared(tmp_path, make_records(30), f"--tokenizer={folder}")
+    new = load_tokenizer(data)
+    info = read(data / "meta.json")["tokenizer"]
+    old = {
+        "kind": "tiktoken",
+        "name": "hf",
+        "normalize": "NFC",
+        "added": {},
+        "special": new.special,
+    }
+    old |= {"pattern": QWEN2_PATTERN, "file": "tokenizer.tiktoken", "eos": "<|endoftext|>"}
+    opened = open_tokenizer(data / "tokenizer.tiktoken", info | old)
+    assert same_ids(opened, new) and opened.prefix == new.prefix
+    assert all(opened.encode(t).tolist() == new.encode(t).tolist() for t in MIXED)

@@ -24,6 +24,7 @@ from text.tokenizer import (
     IM_END,
     IM_START,
     SPACE_SIGN,
+    Added,
     HuggingFace,
     SentencePiece,
     Tiktoken,
@@ -190,14 +191,14 @@ def find_tokenizer(spec: str, eos: str = "") -> Tokenizer:
     return tokenizer
 
 
-def from_file(path: Path, eos: str) -> Tokenizer:
+def from_file(path: Path, eos: str, added: Added = ()) -> Tokenizer:
     """Return the tokenizer in a file of SentencePiece or tiktoken, known by its content."""
     if path.suffix == ".json":
         raise UserError(f"--tokenizer {path}: for a tokenizer.json, give its folder: {path.parent}")
     first = path.open("rb").readline(1000) if path.is_file() else b""
     if path.suffix == ".tiktoken" or re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", first):
         return Tiktoken.from_file(path)
-    return SentencePiece(path, eos=eos)
+    return SentencePiece(path, None, eos, added)
 
 
 def tokenizer_of_model(folder: Path) -> Tokenizer | None:
@@ -239,12 +240,17 @@ def from_hugging_face(folder: Path, eos: str = "") -> Tokenizer:
         added = added_tokens(folder, config)
         if path.exists() or not model.exists():
             content = read_json(path) or from_merges(folder, config)
+            is_qwen2 = config.get("tokenizer_class") == "Qwen2Tokenizer"
+            if is_qwen2 and BYTE_TO_CHAR[0x20] not in content["model"]["vocab"]:
+                advice = "copy tokenizer.json and tokenizer_config.json of the checkpoint"
+                raise ValueError(f"AutoTokenizer saved it as if it were Qwen2's own: {advice}")
             eos = eos or eos_of(folder, named, content, added)
             tokenizer = HuggingFace(content, eos, added=added)
         else:
-            tokenizer = SentencePiece(model, eos=eos or named.replace(IM_END, ""), added=added)
-            has_bos = config.get("add_bos_token", True) and tokenizer.sp.bos_id() >= 0
-            tokenizer.prefix = [tokenizer.sp.bos_id()] * has_bos
+            tokenizer = from_file(model, eos or named.replace(IM_END, ""), added)
+            if isinstance(tokenizer, SentencePiece):
+                has_bos = config.get("add_bos_token", True) and tokenizer.sp.bos_id() >= 0
+                tokenizer.prefix = [tokenizer.sp.bos_id()] * has_bos
     except UserError:
         raise
     except Exception as e:  # `tokenizers` raises Exception itself for a damaged file

@@ -404,6 +404,7 @@ class HuggingFace(Shared):
         library.encode_special_tokens = True  # their names in a text are text
         size = library.get_vocab_size()
         library.add_tokens([tokenizers.AddedToken(**token) for token in added])
+        tokens = library.get_added_tokens_decoder().values()
         if eos not in library.get_vocab():
             note(f"the tokenizer has no token {eos}: it is added")
         library.add_special_tokens([eos, *({IM_START, IM_END} & library.get_vocab().keys())])
@@ -412,7 +413,6 @@ class HuggingFace(Shared):
         self.has_grown = len(vocab) > size
         self.vocab_size = 1 + max(vocab.values())
         self.eos, self.eos_id = eos, vocab[eos]
-        tokens = library.get_added_tokens_decoder().values()
         special = {t.content for t in tokens if t.special} | {eos, IM_START, IM_END} & vocab.keys()
         self.added = {t.content: vocab[t.content] for t in tokens if t.content not in special}
         # A conversation has line ends beside its special tokens, which these would take in.
