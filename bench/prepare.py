@@ -5,9 +5,10 @@
 
 Two ways to encode the corpus take turns, `rounds` times, and the results are medians:
     library   the tokenizer library on one core, with all texts already in memory
-              (tiktoken's encode_ordinary, SentencePiece's encode)
+              (tiktoken's encode_ordinary, SentencePiece's encode, tokenizers' encode_batch_fast)
     ours      prepare.py on all cores: start, read, parse, hash, encode and write
-Rates are in MB of UTF-8 text per second. The goal is ours >= 0.85 x cores x library.
+Rates are in MB of UTF-8 text per second. The goal is ours >= 0.85 x cores x library, and with a
+Hugging Face folder, whose library is the slowest, >= 0.9.
 """
 
 import gzip
@@ -27,6 +28,7 @@ import tiktoken
 
 from bench.measure import REPO, turns
 from configurator import UserError, option, parse, run
+from text.hf_tokenizer import from_hugging_face
 from text.shapes import record_text
 from text.tokenizer import SentencePiece, Tiktoken
 
@@ -35,7 +37,7 @@ from text.tokenizer import SentencePiece, Tiktoken
 class BenchConfig:
     corpus: tuple[str, ...] = option((), "a .jsonl.gz file; it may stand without --corpus")
     mb: int = option(300, "repeat the corpus until it is this many MB of JSON", minimum=1)
-    tokenizer: str = option("gpt2", "a tiktoken name, or a SentencePiece .model")
+    tokenizer: str = option("gpt2", "a tiktoken name, a .model, or a Hugging Face folder")
     workers: int = option(0, "worker processes of prepare.py; 0: one for each core")
     rounds: int = option(3, "how often each of the two is timed", minimum=1)
 
@@ -54,6 +56,11 @@ def main() -> None:
         raise UserError(f"{cfg.corpus[0]}: not a whole .jsonl.gz file of records ({e})") from None
     if cfg.tokenizer.endswith(".model"):
         encode = SentencePiece(cfg.tokenizer).sp.encode
+    elif Path(cfg.tokenizer).is_dir():
+        library = from_hugging_face(Path(cfg.tokenizer)).library
+
+        def encode(text: str) -> list:
+            return library.encode_batch_fast([text], add_special_tokens=False)
     else:
         Tiktoken.from_name(cfg.tokenizer)  # raises UserError for an unknown name
         encode = tiktoken.get_encoding(cfg.tokenizer).encode_ordinary
