@@ -513,3 +513,39 @@ def test_auto_begins_or_resumes_a_tuning(finished, trains, tmp_path, prints, by_
     assert metrics(run, "loss").keys() == set(range(1, 9))
     shown = prints(plan.main, *command, "--vocab_size=400", "--device=cpu", "--peak_tflops=1")
     assert "2 layers x 32" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, preset", [("train", "llama"), ("char", "gpt2"), ("byte", "qwen3")])
+def test_what_transformers_saves_of_a_checkpoint_opens_again(
+    kind, preset, tmp_path, capsys, refuses, prints, transformers
+):
+    records = make_records(300)
+    data = prepared(tmp_path, records, f"--tokenizer={kind}")
+    folder = checkpoint(tmp_path, tmp_path / "out", f"--preset={preset}", "--n_kv_head=4")
+    auto = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    back = tmp_path / "back"
+    auto.to(torch.bfloat16).save_pretrained(back, max_shard_size="30KB")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(back)
+    assert len(list(back.glob("*.safetensors"))) > 1 and not (back / "tokenizer.model").exists()
+    greedy = ["--prompt=the", "--temperature=0", "--max_new_tokens=8", "--device=cpu"]
+    assert prints(sample.main, f"--ckpt={back}", *greedy).startswith("the")
+    tuned = checkpoint(tmp_path, tmp_path / "tuned", f"--init_from={back}")
+    assert from_pretrained(tuned).config == from_pretrained(folder).config
+    before = [(data / f"{split}.bin").read_bytes() for split in ("train", "val")]
+    prepared(tmp_path, records, "--name=again", f"--tokenizer={back}")
+    again = tmp_path / "again"
+    assert before == [(again / f"{split}.bin").read_bytes() for split in ("train", "val")]
+    assert "again: back tokenizer" in capsys.readouterr().out
+    (back / "config.json").rename(back / "adapter_config.json")
+    start = f"--init_from={back}"
+    assert "merge_and_unload()" in refuses(lambda: train_tiny(tmp_path, tmp_path / "x", start))
+
+
+def test_what_auto_tokenizer_makes_of_our_qwen2_is_refused(
+    tiny_data, tmp_path, refuses, transformers
+):
+    folder = checkpoint(tiny_data, tmp_path, "--preset=qwen2", "--max_steps=4")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "back")
+    named = f"--tokenizer={tmp_path / 'back'}"
+    assert "of the checkpoint" in refuses(lambda: prepared(tmp_path, make_records(9), named))

@@ -4,17 +4,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-
-from tokenizers import (
-    ByteLevelBPETokenizer,
-    Regex,
-    decoders,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
-from tokenizers import Tokenizer as Library
-from tokenizers.models import BPE
+from typing import Any
 
 from configurator import UserError, note
 from hardware.disk import json_bytes, read_object
@@ -58,6 +48,8 @@ def to_hugging_face(
     tokenizer_config.json of the tokenizer's source. Its other settings, such as a chat template,
     are kept.
     """
+    from tokenizers.processors import TemplateProcessing
+
     t = tokenizer
     library = sentencepiece_bpe(t) if isinstance(t, SentencePiece) else byte_level_bpe(t)
     if library is None:
@@ -67,7 +59,7 @@ def to_hugging_face(
     library.add_special_tokens([names[i] for i in sorted(names)] + [unk] * bool(unk))
     # The prefix, named bos, comes before every text, and so before the first of a pair.
     if bos := names.get(tokenizer.prefix[0]) if tokenizer.prefix else None:
-        library.post_processor = processors.TemplateProcessing(
+        library.post_processor = TemplateProcessing(
             [bos, "$A"], [bos, "$A", "$B:1"], [(bos, tokenizer.prefix[0])]
         )
     config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size)
@@ -78,13 +70,15 @@ def to_hugging_face(
     return {"tokenizer.json": json.loads(library.to_str()), "tokenizer_config.json": config}
 
 
-def sentencepiece_bpe(tokenizer: SentencePiece) -> Library | None:
+def sentencepiece_bpe(tokenizer: SentencePiece) -> Any:
     """Return the same tokenizer of the package `tokenizers`, without its special tokens.
 
     Returns None if that would not give the same ids as SentencePiece. It does if the model does
     not normalize texts, and either is a BPE with a piece for every byte, or has only pieces of
     single characters, which are never merged.
     """
+    import tokenizers
+
     sp = tokenizer.sp
     ordinary = {sp.id_to_piece(i): i for i in tokenizer.ordinary}
     is_alphabet = all(len(piece) == 1 for piece in ordinary)
@@ -92,27 +86,37 @@ def sentencepiece_bpe(tokenizer: SentencePiece) -> Library | None:
         return None
     options = dict(unk_token=sp.id_to_piece(sp.unk_id()), byte_fallback=tokenizer.has_bytes)
     vocab = {sp.id_to_piece(i): i for i in range(tokenizer.vocab_size)}
-    library = Library(BPE(vocab, all_merges(ordinary), fuse_unk=True, **options))
-    library.normalizer = normalizers.Replace(" ", SPACE_SIGN)
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, all_merges(ordinary), fuse_unk=True, **options)
+    )
+    library.normalizer = tokenizers.normalizers.Replace(" ", SPACE_SIGN)
+    decoders = tokenizers.decoders
     unmarked = decoders.Replace(SPACE_SIGN, " ")
     library.decoder = decoders.Sequence([unmarked, decoders.ByteFallback(), decoders.Fuse()])
     return library
 
 
-def byte_level_bpe(tokenizer: Tiktoken) -> Library:
+def byte_level_bpe(tokenizer: Tiktoken) -> Any:
     """Return the same tokenizer of the package `tokenizers`, without its special tokens."""
+    import tokenizers
+
     ranks = tokenizer.ranks.items()
     tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks}
     # As in tiktoken, a word that is a token becomes it, even if no merges lead to it.
     vocab = tokens | tokenizer.special
-    library = Library(BPE(vocab, all_merges(tokens), ignore_merges=True))
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, all_merges(tokens), ignore_merges=True)
+    )
+    if tokenizer.is_nfc:
+        library.normalizer = tokenizers.normalizers.NFC()
     # Hugging Face's regex engine reads {1,3}+ as a repetition of {1,3}, not as possessive. Nothing
     # follows it in these patterns, so possessive or not makes no difference: remove the +.
-    pattern = Regex(re.sub(r"(\{[\d,]+\})\+", r"\1", tokenizer.pattern))
+    pattern = tokenizers.Regex(re.sub(r"(\{[\d,]+\})\+", r"\1", tokenizer.pattern))
+    pre_tokenizers = tokenizers.pre_tokenizers
     split = pre_tokenizers.Split(pattern, "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    library.decoder = decoders.ByteLevel()
+    library.decoder = tokenizers.decoders.ByteLevel()
     return library
 
 
@@ -266,6 +270,8 @@ def from_hugging_face(folder: Path, eos: str = "") -> Tokenizer:
 
 def from_merges(folder: Path, config: dict) -> dict:
     """Return the tokenizer.json of a byte-level BPE in vocab.json and merges.txt, as GPT-2's."""
+    from tokenizers import ByteLevelBPETokenizer
+
     files = [folder / name for name in ("vocab.json", "merges.txt")]
     if not all(path.is_file() for path in files):
         raise ValueError("no tokenizer.json or tokenizer.model: save_pretrained() writes one")

@@ -299,6 +299,7 @@ class Tiktoken(Shared):
             special_tokens=special,
         )
         self.pattern = pattern
+        self.is_nfc = pattern in (QWEN_PATTERN, QWEN3_5_PATTERN)
         self.ranks = ranks
         self.special = special
         self.eos = eos
@@ -348,7 +349,7 @@ class Tiktoken(Shared):
         return cls(Path(path).stem, pattern, ranks, special, **options)
 
     def encode_slice(self, text: str) -> np.ndarray:
-        if self.pattern in (QWEN_PATTERN, QWEN3_5_PATTERN):
+        if self.is_nfc:
             text = unicodedata.normalize("NFC", text)
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -405,15 +406,16 @@ class HuggingFace(Shared):
         size = library.get_vocab_size()
         library.add_tokens([tokenizers.AddedToken(**token) for token in added])
         tokens = library.get_added_tokens_decoder().values()
-        if eos not in library.get_vocab():
+        if library.token_to_id(eos) is None:
             note(f"the tokenizer has no token {eos}: it is added")
-        library.add_special_tokens([eos, *({IM_START, IM_END} & library.get_vocab().keys())])
+        ends = [name for name in (IM_START, IM_END) if library.token_to_id(name) is not None]
+        library.add_special_tokens([eos, *ends])
         vocab = library.get_vocab()
         check_ids(set(vocab.values()))
         self.has_grown = len(vocab) > size
         self.vocab_size = 1 + max(vocab.values())
         self.eos, self.eos_id = eos, vocab[eos]
-        special = {t.content for t in tokens if t.special} | {eos, IM_START, IM_END} & vocab.keys()
+        special = {t.content for t in tokens if t.special} | {eos, *ends}
         self.added = {t.content: vocab[t.content] for t in tokens if t.content not in special}
         # A conversation has line ends beside its special tokens, which these would take in.
         special -= {t.content for t in tokens if t.lstrip or t.rstrip} - {eos}
