@@ -59,9 +59,8 @@ def to_hugging_face(
     library.add_special_tokens([names[i] for i in sorted(names)] + [unk] * bool(unk))
     # The prefix, named bos, comes before every text, and so before the first of a pair.
     if bos := names.get(tokenizer.prefix[0]) if tokenizer.prefix else None:
-        library.post_processor = TemplateProcessing(
-            [bos, "$A"], [bos, "$A", "$B:1"], [(bos, tokenizer.prefix[0])]
-        )
+        single, known = [bos, "$A"], [(bos, tokenizer.prefix[0])]
+        library.post_processor = TemplateProcessing(single, [*single, "$B:1"], known)
     config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size)
     config |= dict(bos_token=bos, eos_token=names[tokenizer.eos_id], unk_token=unk)
     config |= dict(add_bos_token=bool(bos), add_prefix_space=False)
@@ -86,9 +85,8 @@ def sentencepiece_bpe(tokenizer: SentencePiece) -> Any:
         return None
     options = dict(unk_token=sp.id_to_piece(sp.unk_id()), byte_fallback=tokenizer.has_bytes)
     vocab = {sp.id_to_piece(i): i for i in range(tokenizer.vocab_size)}
-    library = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab, all_merges(ordinary), fuse_unk=True, **options)
-    )
+    bpe = tokenizers.models.BPE(vocab, all_merges(ordinary), fuse_unk=True, **options)
+    library = tokenizers.Tokenizer(bpe)
     library.normalizer = tokenizers.normalizers.Replace(" ", SPACE_SIGN)
     decoders = tokenizers.decoders
     unmarked = decoders.Replace(SPACE_SIGN, " ")
@@ -104,9 +102,8 @@ def byte_level_bpe(tokenizer: Tiktoken) -> Any:
     tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks}
     # As in tiktoken, a word that is a token becomes it, even if no merges lead to it.
     vocab = tokens | tokenizer.special
-    library = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab, all_merges(tokens), ignore_merges=True)
-    )
+    bpe = tokenizers.models.BPE(vocab, all_merges(tokens), ignore_merges=True)
+    library = tokenizers.Tokenizer(bpe)
     if tokenizer.is_nfc:
         library.normalizer = tokenizers.normalizers.NFC()
     # Hugging Face's regex engine reads {1,3}+ as a repetition of {1,3}, not as possessive. Nothing
@@ -246,8 +243,7 @@ def from_hugging_face(folder: Path, eos: str = "") -> Tokenizer:
             content = read_json(path) or from_merges(folder, config)
             is_qwen2 = config.get("tokenizer_class") == "Qwen2Tokenizer"
             if is_qwen2 and BYTE_TO_CHAR[0x20] not in content["model"]["vocab"]:
-                advice = "copy tokenizer.json and tokenizer_config.json of the checkpoint"
-                raise ValueError(f"AutoTokenizer saved it as if it were Qwen2's own: {advice}")
+                raise ValueError("saved as if it were Qwen2's own: copy that of the checkpoint")
             eos = eos or eos_of(folder, named, content, added)
             tokenizer = HuggingFace(content, eos, added=added)
         else:

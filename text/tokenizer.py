@@ -292,12 +292,8 @@ class Tiktoken(Shared):
     ):
         import tiktoken
 
-        self.encoding = tiktoken.Encoding(
-            name,
-            pat_str=faster(pattern),
-            mergeable_ranks=ranks,
-            special_tokens=special,
-        )
+        options = dict(mergeable_ranks=ranks, special_tokens=special)
+        self.encoding = tiktoken.Encoding(name, pat_str=faster(pattern), **options)
         self.pattern = pattern
         self.is_nfc = pattern in (QWEN_PATTERN, QWEN3_5_PATTERN)
         self.ranks = ranks
@@ -342,8 +338,7 @@ class Tiktoken(Shared):
             reason = getattr(e, "strerror", None) or e
             raise UserError(f"tokenizer {path}: not a .tiktoken file ({reason})") from None
         special = special or {"<|endoftext|>": max(ranks.values()) + 1}
-        pattern = pattern or PATTERNS.get(file_sha256(Path(path))[:12], "")
-        if not pattern:
+        if not (pattern := pattern or PATTERNS.get(file_sha256(path)[:12], "")):
             note(f"{path} does not say how it splits texts into words: as cl100k is assumed")
             pattern = CL100K_PATTERN
         return cls(Path(path).stem, pattern, ranks, special, **options)
@@ -430,17 +425,14 @@ class HuggingFace(Shared):
         self.is_byte_level = '"ByteLevel"' in steps
         if self.is_byte_level:
             library.decoder = tokenizers.decoders.ByteLevel()
-        first = library.encode("a")
+        first = library.encode("a \u0378")  # raises, if nothing is there for unknown characters
         size = [*first.special_tokens_mask, 0].index(0)
         self.prefix = first.ids[:size] if prefix is None else prefix
         text = "".join(first.tokens[size:])
         self.adds_space = text.startswith((SPACE_SIGN, BYTE_TO_CHAR[0x20]))
 
     def encode_slice(self, text: str) -> np.ndarray:
-        try:
-            [encoding] = self.library.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as e:  # `tokenizers` raises no other class
-            raise ValueError(str(e)) from None
+        [encoding] = self.library.encode_batch_fast([text], add_special_tokens=False)
         if not self.forged.isdisjoint(encoding.ids):
             raise ValueError("its tokenizer makes a special token of a name in it")
         return np.array(encoding.ids, np.uint32)
