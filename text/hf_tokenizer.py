@@ -297,7 +297,10 @@ def eos_of(folder: Path, named: str, content: dict, added: list[dict]) -> str:
     usual = [name for name in names if re.fullmatch(EOS, name, re.IGNORECASE)]
     usual = usual or [name for name in names if name == "[SEP]"]
     if len(usual) != 1:
-        raise ValueError(f"no file names its eos ({len(usual)} names may be it): name it as --eos")
+        advice = "give --eos=NAME; a new name is added"
+        raise ValueError(
+            f"no file names its eos, {len(usual)} tokens are called like one: {advice}"
+        )
     if not named:
         note(f"{folder}: no file names its eos: {usual[0]} is taken; --eos=NAME takes another")
     return usual[0]
