@@ -4,7 +4,7 @@
     python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT
     # transformers' Trainer, with the same model
     python -m bench.compare config/minimind_26m.py --dataset=zh --hf
-    # a copy of this repository, for example with a patch of bench/patches
+    # a copy of this repository, for example with a patch applied
     python -m bench.compare config/gpt2_124m.py --dataset=mine --others ../patched
     # sampling instead of training
     python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling

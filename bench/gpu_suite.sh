@@ -7,8 +7,8 @@
 #   OUT=results bash bench/gpu_suite.sh
 #   # some of: levers product hf gpt2 small sampling large roof optimizers documents tests sweep
 #   OUT=results bash bench/gpu_suite.sh roof small
-#   # levers: product hf gpt2 small sampling large, without and with the patches of bench/patches
-#   OUT=results bash bench/gpu_suite.sh levers
+#   # levers: product hf gpt2 small sampling large, without and with the patches in a folder
+#   PATCHES=../gpu_patches OUT=results bash bench/gpu_suite.sh levers
 #   # also measure nanoGPT, in a checkout that is already on this machine
 #   NANOGPT=../nanoGPT OUT=results bash bench/gpu_suite.sh
 #   # check that every command runs, with a toy model on the CPU
@@ -20,6 +20,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?where to? OUT=results bash bench/gpu_suite.sh}
+PATCHES=${PATCHES:+$(cd "$PATCHES" && pwd)}
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd)
 WORK=$(mktemp -d) && trap 'rm -rf "$WORK"' EXIT
 # Parts put their temporary files into WORK, so that those of a killed part are deleted at the end.
@@ -88,18 +89,19 @@ if not to.exists():
 PY
 }
 
-# patched NAME...: if LEVERS is set, let COPIES name copies of this repository, in each of which a
+# patched NAME...: if LEVERS and PATCHES are set, let COPIES name copies of this repository, in each of which a
 # patch is applied, or two: NAME+NAME. The repository itself stays as it is.
 patched() {
     local name patch copy file
     COPIES=()
+    [ -n "$PATCHES" ] || return 0
     for name in ${LEVERS:+"$@"}; do
         copy=$WORK/$name
         if [ ! -e "$copy" ]; then
             mkdir "$copy"
             cp -R ./*.py pyproject.toml bench config hardware tests text training "$copy"
             for patch in ${name//+/ }; do
-                file=$PWD/bench/patches/$patch.patch
+                file=$PATCHES/$patch.patch
                 (cd "$copy" && { GIT_CEILING_DIRECTORIES=$WORK git apply "$file" ||
                     patch -sp1 <"$file"; }) && continue
                 FAILED+=("$name does not apply") && rm -r "$copy"/*
@@ -234,7 +236,7 @@ compile_first() {
         case $name in gpt2 | small | hf | optimizers | documents) $name ;; esac
     done
     COMPILING=
-    [ -z "$LEVERS" ] || patches
+    [ -z "$LEVERS" ] || [ -z "$PATCHES" ] || patches
     [[ " $* " != *" tests "* ]] || { numbers; NUMBERS=done; }
     [ ${#PIDS[@]} -eq 0 ] || wait "${PIDS[@]}"
     find "$WORK" -name '*.best_config' -delete
@@ -259,7 +261,7 @@ for name in ${*:-$ALL}; do
     PARTS+=($name)
 done
 [ -n "$TOY" ] || [ ${#PARTS[@]} -eq 1 ] || compile_first "${PARTS[@]}"
-[ -z "$TOY" ] || [ -z "$LEVERS" ] || patches
+[ -z "$TOY" ] || [ -z "$LEVERS" ] || [ -z "$PATCHES" ] || patches
 for name in "${PARTS[@]}"; do
     $name
 done

@@ -131,8 +131,3 @@ def test_published_commands_give_known_options(page, monkeypatch):
     for module, options in commands:
         argv = shlex.split(options.replace("\\\n", " "), comments=True)
         check(module, [a for a in argv if a not in ("--help", "bench/questions/dropout.py")])
-
-
-@pytest.mark.parametrize("patch", sorted(REPO.glob("bench/patches/*.patch")), ids=lambda p: p.stem)
-def test_a_patch_that_waits_for_a_gpu_applies(patch):
-    subprocess.run(["git", "apply", "--check", patch], cwd=REPO, check=True)

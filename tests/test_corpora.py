@@ -448,12 +448,12 @@ def test_without_a_terminal_progress_is_a_line_a_minute(tmp_path, monkeypatch, c
     monkeypatch.setattr("text.formats.CHUNK", 300)
     path = write_texts(tmp_path / "c.jsonl", [f"text {i}" for i in range(500)])
     prepare_set(tmp_path, path)
-    assert capsys.readouterr().err == ""
+    assert "%" not in capsys.readouterr().err
     clock = itertools.count(0, 20)  # seconds: a chunk takes 20
     monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     prepare_set(tmp_path, path)
     chunks = next(clock) // 20 - 1
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "%" in line]
     assert len(lines) == chunks // 4 > 5
     assert all(re.search(r"\d%.* \d\d:\d\d", line) for line in lines)
 

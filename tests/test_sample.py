@@ -127,7 +127,7 @@ def test_a_downloaded_folder_prints_no_terminal_codes(tmp_path, refuses):
 def test_characters_without_a_token_are_named(tmp_path, capsys):
     """Of a prompt of sample.py, and of sample_prompt in a run."""
     prepared(tmp_path, [{"text": "the loop reads"}] * 30, "--tokenizer=char")
-    train_tiny(tmp_path, tmp_path, "--max_steps=1", "--sample_prompt=the 日é")
+    train_tiny(tmp_path, tmp_path, "--max_steps=1", "--sample_every=1", "--sample_prompt=the 日é")
     assert "'é', '日'" in capsys.readouterr().err
     configurator.note.cache_clear()  # it prints the same text once
     run(tmp_path, "--prompt", "the 日é", "--max_new_tokens=1")
