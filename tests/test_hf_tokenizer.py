@@ -232,6 +232,18 @@ def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, tra
             assert b"".join(map(ours.token_bytes, ids)).decode() == ours.decode(ids) == text
 
 
+def test_vocab_and_merges_alone_are_gpt2s_tokenizer(tmp_path):
+    """They name no eos: that of GPT-2 is added."""
+    folder = bpe(tmp_path / "m", "gpt2")
+    model = read(folder / "tokenizer.json")["model"]
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    alone = write_files(tmp_path / "alone", {"vocab.json": model["vocab"]})
+    (alone / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]), encoding="utf-8")
+    ours, whole = find(alone), find(folder)
+    assert ours.library.id_to_token(ours.eos_id) == "<|endoftext|>"
+    assert all(ours.encode(t).tolist() == whole.encode(t).tolist() for t in MIXED[:50])
+
+
 ADDED = ["<think>", "</think>", "<tool_call>", "<think>x", "   ", "标点"]
 
 

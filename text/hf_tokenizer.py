@@ -241,6 +241,8 @@ def from_hugging_face(folder: Path, eos: str = "") -> Tokenizer:
         added = added_tokens(folder, config)
         if path.exists() or not model.exists():
             content = read_json(path) or from_merges(folder, config)
+            if not path.exists():
+                named = named or "<|endoftext|>"  # GPT-2's, of whose kind these files are
             is_qwen2 = config.get("tokenizer_class") == "Qwen2Tokenizer"
             if is_qwen2 and BYTE_TO_CHAR[0x20] not in content["model"]["vocab"]:
                 raise ValueError("saved as if it were Qwen2's own: copy that of the checkpoint")
