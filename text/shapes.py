@@ -56,7 +56,6 @@ NO_TEXT = re.compile(
 MARK = re.compile("mask|train|learn|loss|weight|label")
 # Where a flag is obeyed, or says nothing.
 OBEYED = {*FLAGS} - {"loss"} | {f"{name}[].{flag}" for name in CONVERSATIONS for flag in FLAGS}
-EMPTY = (None, "", [], {})
 
 
 @lru_cache(1024)  # the records of a corpus have the same names
@@ -147,17 +146,19 @@ def unread(record: dict, read: set, obeyed: set[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     values: list[tuple[str, Any]] = [("", record)]
     for path, value in values:  # it grows
-        here = id(value)
-        if isinstance(value, dict):
-            left = [item for item in value.items() if (here, item[0]) not in read]
-            values += [(f"{path}.{key}" if path else key, x) for key, x in left if x not in EMPTY]
+        if isinstance(value, str):
+            if not NO_TEXT.fullmatch(value):
+                found[path] = found.get(path, 0) + len(value)
+                continue
+        elif isinstance(value, dict):
+            here, start = id(value), f"{path}." if path else ""
+            values += [(start + key, x) for key, x in value.items() if (here, key) not in read]
         elif isinstance(value, list | tuple):
-            left = [x for i, x in enumerate(value) if (here, i) not in read]
+            left = [x for i, x in enumerate(value) if (id(value), i) not in read]
             values += [(path if type(x) is str else f"{path}[]", x) for x in left]
-        if isinstance(value, str) and not NO_TEXT.fullmatch(value):
-            found[path] = found.get(path, 0) + len(value)
-        elif isinstance(value, bytes) or is_mark(path):
-            if path.lower() not in OBEYED or str(value).lower() not in obeyed:
+        if isinstance(value, bytes) or is_mark(path):
+            is_obeyed = path.lower() in OBEYED and str(value).lower() in obeyed
+            if value not in (None, "", [], {}) and not is_obeyed:
                 found.setdefault(path, 0)
     return found
 
@@ -257,9 +258,14 @@ def read_sections(item: Fields) -> list[tuple[str, str]]:
     if not isinstance(sections, list | None):
         raise ValueError(f"sections is a {type(sections).__name__}, not a list of sections")
     pairs = []
-    for record in sections or ():
+    for number, record in enumerate(sections or ()):
         if not isinstance(record, dict):
             raise ValueError(f"a section is a {type(record).__name__}, not an object")
+        title, text = record.get("title"), record.get("content")
+        if len(record) == 2 and type(title) is type(text) is str:  # most are: three times as fast
+            pairs.append((title, text))
+            item.read.add((id(sections), number))
+            continue
         section = Fields(record, item.read)
         title, text = section.take(section.first(HEADINGS)), section.take(section.first(PARAGRAPHS))
         inner = read_sections(section) if "sections" in section.names else []
