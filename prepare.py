@@ -9,8 +9,6 @@ Use the characters of a text as tokens, or its bytes with --tokenizer byte:
     python prepare.py --input a.txt --name chars --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
-Import a data set of nanoGPT, with its ids:
-    python prepare.py --input nanoGPT/data/shakespeare_char --name shakespeare_char
 Make conversations about that documentation, questions and answers, with the same tokenizer:
     python prepare.py --chat --tokenizer data/docs
 Verify a data set and show some of its documents:
@@ -52,7 +50,7 @@ from pathlib import Path
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while numpy is loaded, until run()
 
-from configurator import UserError, changes, columns, folded, harmless, note, parse, run
+from configurator import UserError, columns, folded, harmless, note, parse, run
 from hardware.disk import (
     LOCK,
     Lock,
@@ -63,17 +61,17 @@ from hardware.disk import (
     sync_and_rename,
     unseal,
 )
-from text import nanogpt, report
+from text import report
 from text.baselines import ngram_losses
 from text.dataset import VERIFIED, files_of, open_dataset, verify
 from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
-from text.records import RULES, Tally
+from text.records import RULES
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
 from text.tokenizer import SentencePiece, Tiktoken
-from text.train_tokenizer import make_tokenizer, save_tokenizer
+from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
 
 # The files that we write to the folder of a data set. prepare.py deletes no others there.
@@ -199,8 +197,6 @@ def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument the skipped files by reason."""
     if not cfg.input:
         return [s for s in docstring_sources() if not cfg.chat or s.name in TAUGHT], {}
-    if len(cfg.input) == 1 and (copied := nanogpt.files_of(Path(cfg.input[0]))):
-        return copied, {}
     return find_sources(cfg.input, cfg.format)
 
 
@@ -219,19 +215,12 @@ def write_set(
 
     skipped: for each --input argument, the number of skipped files by reason.
     """
-    if sources[0].kind == nanogpt.KIND:
-        if ignored := sorted(changes(cfg).keys() - {"input", "name", "data_dir"}):
-            note(f"nanoGPT's data stay as they are: {', '.join(ignored)} has no effect")
-        tokenizer = nanogpt.tokenizer_of(sources)
-        info = save_tokenizer(tokenizer, folder)
-        writer, tally = nanogpt.copy_splits(sources, tokenizer, folder), Tally()
-    else:
-        workers = number_of_workers(cfg, sum(source.bytes for source in sources))
-        info = make_tokenizer(cfg, sources, workers, folder)
-        encoder = Encoder(cfg, folder / info["file"], info)
-        writer, tally = write_splits(cfg, sources, encoder, workers, folder)
-        if absent := ", ".join(repr(s) for s in cfg.split_at if s not in tally.separators):
-            note(f"--separators: no text has {absent} (conversations stay whole)")
+    workers = number_of_workers(cfg, sum(source.bytes for source in sources))
+    info = make_tokenizer(cfg, sources, workers, folder)
+    encoder = Encoder(cfg, folder / info["file"], info)
+    writer, tally = write_splits(cfg, sources, encoder, workers, folder)
+    if absent := ", ".join(repr(s) for s in cfg.split_at if s not in tally.separators):
+        note(f"--separators: no text has {absent} (conversations stay whole)")
     for split, counts in writer.counts.items():
         if not counts["documents"]:
             raise UserError(f"{split}.bin would be empty: give more text or another --val_fraction")
@@ -241,7 +230,6 @@ def write_set(
         meta["few_documents"] = writer.few
     if tally.has_conversations:
         for split, counts in writer.counts.items():
-            # pyrefly: ignore[unbound-name]
             counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = ngram_losses(folder, meta)
     meta["sources"] = report.describe_sources(cfg, sources, skipped)

@@ -206,7 +206,7 @@ def read_model(folder: Path, cfg: SampleConfig) -> tuple[GPT, Tokenizer]:
         if not same_ids(other, tokenizer):
             again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
             raise UserError(f"{source}: its ids are not those of {first}: {again}")
-    # nanoGPT's models of characters have no eos; their data set has one here, as the last id.
+    # nanoGPT's models of characters have no eos. A .tiktoken file of them has one, the next id.
     if tokenizer.vocab_size > model.config.vocab_size + (folder.suffix == NANOGPT):
         sizes = f"{model.config.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
         raise UserError(f"{folder}: the model has {sizes}")

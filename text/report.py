@@ -115,8 +115,7 @@ def summary(meta: dict, folder: Path) -> str:
     lengths = {k: n for k, n in meta["lengths"].items() if k != "histogram"}
     percentiles = ", ".join(f"{name} {n:,}" for name, n in lengths.items())
     lines.append(f"  tokens per document: {percentiles}")
-    if records["read"]:  # a data set of nanoGPT has ids, and no records
-        lines.append(f"  {plural(records['read'], 'record')}, read as {counted(records['shapes'])}")
+    lines.append(f"  {plural(records['read'], 'record')}, read as {counted(records['shapes'])}")
     for outcome in ("bad", "dropped", "changed"):
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
     lines += [f"  bad record, for example {example}" for example in records["examples"]]

@@ -143,7 +143,7 @@ def walk(folder: Path, kind: str, skipped: Counter) -> Iterator[Path]:
     .DS_Store and those in .git/, and empty ones, such as Spark's _SUCCESS.
     Links to folders are followed, but each folder is read only once, under the first of its names.
     Data sets and scratch folders of prepare.py are skipped. Raises UserError for a folder that
-    cannot be read.
+    cannot be read, or that contains token ids of another program.
     """
     seen = set()  # identities of the folders so far: a link may lead back to one of them
     for parent, folders, names in os.walk(folder, onerror=refuse_folder, followlinks=True):
@@ -154,6 +154,9 @@ def walk(folder: Path, kind: str, skipped: Counter) -> Iterator[Path]:
         elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:
             skipped[OUR_OWN] += len(present)
             folders.clear()
+        elif {"train.bin", "val.bin"} <= present:
+            advice = "give the text that they were made of, such as nanoGPT's input.txt"
+            raise UserError(f"--input {parent}: train.bin and val.bin are no text: {advice}")
         else:
             folders.sort()
             for path in (Path(parent, name) for name in names):

@@ -375,7 +375,7 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
     """
     vocab_size = sets[0].meta["vocab_size"]
     own = read_shape(folder).vocab_size
-    # The characters of nanoGPT have no eos. Data that prepare.py took over have one, the next id.
+    # nanoGPT's models of characters have no eos. A .tiktoken file of them has one, the next id.
     grown = vocab_size if folder.suffix == NANOGPT and own + 1 == vocab_size else own
     model = from_pretrained(folder, verify, dropout=cfg.dropout, vocab_size=grown)
     c = model.config
