@@ -75,8 +75,8 @@ from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
 
 # The files that we write to the folder of a data set. prepare.py deletes no others there.
-FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
-FILES |= {"train.bin", "val.bin", "meta.json", VERIFIED}
+DATA_FILES = {"train.bin", "val.bin", "meta.json", VERIFIED}  # and those of the tokenizer
+FILES = DATA_FILES | {SentencePiece.file, Tiktoken.file, *HF_FILES}
 FILES |= {f".{name}.tmp" for name in FILES}  # atomic_write() was killed
 # The settings that determine the documents of a data set, for meta.json.
 DOCUMENT_SETTINGS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
@@ -170,14 +170,7 @@ def replace(target: Path, new: Path, meta: dict) -> None:
         with suppress(UserError):  # it is damaged
             before = open_dataset(old, hashes=True)
             if inputs_of(before) == inputs_of(meta):
-                ours = (
-                    "train.bin",
-                    "val.bin",
-                    "meta.json",
-                    VERIFIED,
-                    *files_of(before["tokenizer"]),
-                )
-                remove_files(old, ours)
+                remove_files(old, DATA_FILES | files_of(before["tokenizer"]).keys())
                 others = ", ".join(sorted(path.name for path in old.glob("*")))
                 problem = f"{old} keeps what prepare.py has not written to {target}: {others}"
         if old.exists():
