@@ -168,8 +168,9 @@ def replace(target: Path, new: Path, meta: dict) -> None:
     if old := sync_and_rename(new, target, f"{target.name}.old"):
         problem = f"the old data set was made of other files, or changed since: it is now {old}"
         with suppress(UserError):  # it is damaged
-            before = open_dataset(old, hashes=True)
+            before = open_dataset(old)
             if inputs_of(before) == inputs_of(meta):
+                open_dataset(old, hashes=True)  # it also writes .verified.json
                 remove_files(old, DATA_FILES | files_of(before["tokenizer"]).keys())
                 others = ", ".join(sorted(path.name for path in old.glob("*")))
                 problem = f"{old} keeps what prepare.py has not written to {target}: {others}"
