@@ -34,8 +34,9 @@ ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assi
 # What tells the messages of a tool call: their roles, and fields of a message without a text.
 TOOLS = ("tool", "function", "observation", "function_call", "tool_call", "ipython")
 CALLS = ("tool_calls", "function_call")
-# Fields that say whether a record or a message is to be learned, and the values that say so.
+# Fields that say whether a message is to be learned, or a record, and the values that say so.
 FLAGS = ("label", "train", "loss", "weight")
+RECORD_FLAGS = ("label", "train", "weight")  # the loss of a record is a measurement
 NO = {"false", "0", "0.0"}
 YES = {"true", "1", "1.0", "none"}
 
@@ -48,9 +49,9 @@ class Turn(NamedTuple):
     is_learned: bool = True  # of an answer, if loss_on=answers
 
 
-def is_refused(item: dict) -> bool:
+def is_refused(item: dict, flags: tuple[str, ...] = FLAGS) -> bool:
     """Return whether a flag of a record or a message says that it is not to be learned."""
-    return any(str(item[key]).lower() in NO for key in item if key.lower() in FLAGS)
+    return any(str(item[key]).lower() in NO for key in item if key.lower() in flags)
 
 
 def turns_of(messages: list[dict]) -> list[Turn]:

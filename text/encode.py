@@ -164,10 +164,7 @@ class SplitWriter:
             for name in ("tokens", "bytes", "characters"):
                 counts[name] += int(written[name].sum())
         self.lengths.update(rows["tokens"].tolist())
-        if self.has_few:
-            self.rows.append(rows)
-        else:
-            self.rows.clear()
+        self.rows = [*self.rows, rows] if self.has_few else []
 
     def close(self) -> None:
         """Close the files, and add the hash of each to its counts."""

@@ -13,7 +13,7 @@ from json import JSONDecodeError
 from typing import Any, NamedTuple
 
 from configurator import UserError, harmless
-from text.chat import chatml, is_refused, turns_of, without_flags
+from text.chat import RECORD_FLAGS, chatml, is_refused, turns_of, without_flags
 from text.docstrings import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, characters, limited
 from text.settings import PrepareConfig
@@ -198,16 +198,13 @@ def understand(
         try:
             record = DECODER.decode(record)
         except (JSONDecodeError, RecursionError):
-            raise ValueError(
-                "not JSON in one line: try --format=json or --encoding=utf-16"
-            ) from None
+            problem = "not JSON in one line: try --format=json or --encoding=utf-16"
+            raise ValueError(problem) from None
     if found := read_conversation(record, cfg.fields, cfg.chat):
         messages, shape, unread = found
         turns = turns_of(messages)
         is_learned = any(t.role == "assistant" and t.is_learned for t in turns)
-        if isinstance(record, dict) and is_refused(
-            {k: v for k, v in record.items() if k != "loss"}
-        ):
+        if isinstance(record, dict) and is_refused(record, RECORD_FLAGS):
             is_learned = False
         tally.leave_out(unread)
         tally.characters["text"] += sum(len(turn.content) for turn in turns)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from configurator import harmless
-from text.chat import FLAGS, NO, ROLES, YES
+from text.chat import FLAGS, NO, RECORD_FLAGS, ROLES, YES
 from text.settings import FIELD
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -55,7 +55,7 @@ NO_TEXT = re.compile(
 # A field with such a name may say what is to be learned, whatever it holds.
 MARK = re.compile("mask|train|learn|loss|weight|label")
 # Where a flag is obeyed, or says nothing.
-OBEYED = {*FLAGS} - {"loss"} | {f"{name}[].{flag}" for name in CONVERSATIONS for flag in FLAGS}
+OBEYED = {*RECORD_FLAGS} | {f"{name}[].{flag}" for name in CONVERSATIONS for flag in FLAGS}
 
 
 @lru_cache(1024)  # the records of a corpus have the same names
