@@ -186,19 +186,16 @@ def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
     if cfg.txt == "file":
         yield source.name, limited(f.read(limit + 1), limit)
         return
-    start = 0  # number of the first line of the document
-    text = ""
-    for number, line in enumerate(itertools.chain(lines_of(f, limit), ["\n"]), 1):
-        if text and (line.isspace() or cfg.txt == "line"):
+    lines = enumerate(lines_of(f, limit), 1)
+    for is_blank, block in itertools.groupby(lines, lambda numbered: numbered[1].isspace()):
+        for number, text in () if is_blank else block:
+            for _, line in block if cfg.txt == "block" else ():
+                if len(text) <= limit:  # else it is not kept: it may be the rest of the file
+                    text += line
             # The last line end is removed: the block at the end of a file may have none, and equal
             # blocks must give equal texts.
             document = text.removesuffix("\n") if len(text) <= limit else limited(text, limit)
-            yield f"{source.name}:{start}", document
-            text = ""
-        if not line.isspace():
-            start = start if text else number
-            if len(text) <= limit:  # else it is not kept: it may be the rest of the file
-                text += line
+            yield f"{source.name}:{number}", document
 
 
 # --------------------------------------------------------------------------------------------------
