@@ -122,21 +122,6 @@ def test_what_says_do_not_learn_this_is_not_learned(tiny_data, tmp_path):
     assert all(text == learned or text.startswith(RENDERED + learned) for text in texts)
 
 
-def test_fields_of_conversations_that_are_not_read_are_counted(tiny_data, tmp_path):
-    records = [talk(QUESTION, ANSWER | {"reasoning": "x"}, rejected="No.", loss_mask=[1])] * 3
-    records += [talk(QUESTION, ANSWER | {"tool_calls": None}, tools="", history=[])]  # nothing
-    folder = chats(tiny_data, tmp_path, [talk(QUESTION, ANSWER), *records])
-    unread = {"rejected": 3, "loss_mask": 3, "messages[].reasoning": 3}
-    assert open_dataset(folder)["records"]["unread"] == unread
-
-
-def test_marks_of_other_values_and_of_texts_are_counted(tiny_data, tmp_path):
-    records = [talk(QUESTION, ANSWER, weight=0.5), talk(QUESTION, ANSWER | {"label": "bad"})]
-    folder = chats(tiny_data, tmp_path, [*records, {"text": "So.", "label": False}])
-    unread = {"weight": 1, "messages[].label": 1, "label": 1}
-    assert open_dataset(folder)["records"]["unread"] == unread
-
-
 def test_a_mark_moves_no_document_to_the_other_split(tiny_data, tmp_path):
     texts = [{"content": f"So {i}."} for i in range(60)]
     flags = [{}, {"loss": False}]

@@ -160,14 +160,6 @@ def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     prepare_set(tmp_path, corpus)
 
 
-def test_csv_rows_that_would_lose_text_are_bad(tmp_path):
-    path = tmp_path / "commas.csv"
-    path.write_text("text\n" + "row\n" * 20 + "row 21, and the rest\n")
-    _, meta = prepare_set(tmp_path, path, max_bad=0.5)
-    (example,) = meta["records"]["examples"]
-    assert example.startswith(f"{path}:22: ")
-
-
 def test_a_json_array_cut_off_anywhere_is_an_error(tmp_path):
     whole = json.dumps([{"text": f"doc {i}"} for i in range(6)])
     path = tmp_path / "a.json"

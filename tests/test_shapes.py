@@ -128,6 +128,7 @@ UNREAD = [
     ({"text": "b", "smiles": "CC(=O)Oc1ccccc1" * 9}, "", {"smiles": 135}),
     ({"text": "b", "image": "data:image/png;base64,iVBOR/9w" * 9, "md5": "0a" * 99}, "", {}),
     ({"text": "b", "pairs": [("a", "b c")], "raw": b"a"}, "", {"pairs[]": 4, "raw": 0}),
+    ({"text": "b", "label": False, "history": []}, "", {"label": 0}),
     ({"text": "b", "label": True, "meta": {"train": False}}, "", {"meta.train": 0}),
     ({"Title": "t", "Sections": [{"Title": "h", "Content": "b"}]}, "", {}),
     ({"q": "?", "a": {"0": {"text": "x y"}}, "a.b": "c"}, "q,a.b", {"a.0.text": 3}),
@@ -162,6 +163,8 @@ CONVERSATIONS = [
     ({"messages": [Q, A | {"think": "so on"}]}, "", False, TURNS, {"messages[].think": 5}),
     ({"messages": [Q, A | {"mask": [1]}]}, "", False, TURNS, {"messages[].mask": 0}),
     ({"messages": [Q, A], "trainable": False}, "", False, TURNS, {"trainable": 0}),
+    ({"messages": [Q, A], "weight": 0.5, "tools": ""}, "", False, TURNS, {"weight": 0}),
+    ({"messages": [Q, A | {"label": "bad"}]}, "", False, TURNS, {"messages[].label": 3}),
     (
         {"messages": [Q, A], "tools": [TOOL] * 2},
         "",
