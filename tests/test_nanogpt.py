@@ -31,7 +31,7 @@ def test_token_ids_of_nanogpt_are_refused_and_its_text_is_named(others, tmp_path
         assert "input.txt" in refuses(prepare.main, *options)
 
 
-def test_a_character_checkpoint_of_nanogpt_continues(tmp_path, prints):
+def test_a_character_checkpoint_of_nanogpt_continues(tmp_path, prints, refuses):
     """Its vocabulary grows by the eos; all else is as it was. It writes text as it is."""
     tokenizer = tmp_path / "chars.tiktoken"  # as docs/interchange.md makes it
     lines = [f"{base64.b64encode(c.encode()).decode()} {i}\n" for i, c in enumerate(CHARACTERS)]
@@ -52,6 +52,7 @@ def test_a_character_checkpoint_of_nanogpt_continues(tmp_path, prints):
     options = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", f"--init_from={path}"]
     options += ["--dataset=chars", "--lr=1e-30", "--max_steps=2", "--batch_size=2"]
     options += ["--peak_tflops=1", "--batch_tokens=64", "--eval_tokens=64", "--compile=false"]
+    assert "sample_prompt" in refuses(train.main, *options, "--sample_prompt=Z")
     call(train.main, *options)
     tuned = from_pretrained(newest_checkpoint(tmp_path / "out" / "run" / "ckpt"))
     assert load_tokenizer(tmp_path / "chars").vocab_size == tuned.config.vocab_size == n + 1
