@@ -135,11 +135,12 @@ def summary(meta: dict, folder: Path) -> str:
 
 def unread_fields(records: dict) -> str:
     """Return `12 x summary, 4,567 characters; 3 x meta.note, 89 characters`, the largest first."""
-    sizes = records.get("unread_characters", {})  # earlier versions have not counted them
-    paths = sorted(records["unread"], key=lambda path: -sizes.get(path, 0))
-    shown = [f"{records['unread'][p]:,} x {p}, {sizes.get(p, 0):,} characters" for p in paths[:12]]
-    others = sum(sizes.get(path, 0) for path in paths[12:])
-    shown += [f"{len(paths) - 12:,} others, {others:,} characters"] * (len(paths) > 12)
+    counts = records["unread"]
+    # Data sets of earlier versions have not counted characters.
+    sizes = Counter(records.get("unread_characters") or dict.fromkeys(counts, 0)).most_common()
+    shown = [f"{counts[path]:,} x {path}, {size:,} characters" for path, size in sizes[:12]]
+    size = sum(size for _, size in sizes[12:])
+    shown += [f"{len(sizes) - 12:,} others, {size:,} characters"] * (len(sizes) > 12)
     return "; ".join(shown)
 
 
