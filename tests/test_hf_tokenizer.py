@@ -397,3 +397,21 @@ def test_a_data_set_that_tiktoken_encoded_opens_with_the_same_ids(tmp_path):
     opened = open_tokenizer(data / "tokenizer.tiktoken", info | old)
     assert same_ids(opened, new) and opened.prefix == new.prefix
     assert all(opened.encode(t).tolist() == new.encode(t).tolist() for t in MIXED)
+
+
+def test_a_tokenizer_that_drops_characters_is_counted_or_refused(tmp_path, refuses):
+    """A BPE without bytes and unk leaves out what it has no token for."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "</s>": 2}, "merges": []}
+    content = {"model": model, "added_tokens": [{"id": 2, "content": "</s>", "special": True}]}
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    content["added_tokens"][0] |= flags
+    folder = write_files(
+        tmp_path / "m", {"tokenizer.json": content | {"decoder": {"type": "Fuse"}}}
+    )
+    options = [f"--tokenizer={folder}", "--val_fraction=0.5"]
+    data = prepared(tmp_path, [{"text": text} for text in ("ab", "a的b", "的", "b")], *options)
+    records = read(data / "meta.json")["records"]
+    assert [*records["changed"].values()] == [1] and [*records["dropped"].values()] == [1]
+    assert records["checked"] == 3
+    with_none = [{"text": "的"}] * 4
+    assert "fewer than 1 token" in refuses(lambda: prepared(tmp_path, with_none, *options))

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from conftest import (
     POINTERS,
@@ -31,6 +32,7 @@ import train
 from configurator import UserError, given_settings
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
+from text.shapes import record_text
 from training import huggingface
 from training.huggingface import GPT2, OURS, architecture_of, from_config, from_pretrained
 from training.metrics import read_metrics
@@ -516,11 +518,21 @@ def test_auto_begins_or_resumes_a_tuning(finished, trains, tmp_path, prints, by_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, preset", [("train", "llama"), ("char", "gpt2"), ("byte", "qwen3")])
+@pytest.mark.parametrize(
+    "kind, preset",
+    [("train", "llama"), ("char", "gpt2"), ("byte", "qwen3"), ("tokenizer.json", "qwen3")],
+)
 def test_what_transformers_saves_of_a_checkpoint_opens_again(
     kind, preset, tmp_path, capsys, refuses, prints, transformers
 ):
     records = make_records(300)
+    if kind == "tokenizer.json":  # no other file says what its tokens are for
+        kind = tmp_path / "bare"
+        kind.mkdir()
+        bare = tokenizers.ByteLevelBPETokenizer()
+        texts = [record_text(record)[0] for record in records]
+        bare.train_from_iterator(texts, 400, special_tokens=["</s>"])
+        bare.save(str(kind / "tokenizer.json"))
     data = prepared(tmp_path, records, f"--tokenizer={kind}")
     folder = checkpoint(tmp_path, tmp_path / "out", f"--preset={preset}", "--n_kv_head=4")
     auto = transformers.AutoModelForCausalLM.from_pretrained(folder)

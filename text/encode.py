@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
+from hardware.terminal import plural
 from text.chat import chatml_ids
 from text.dataset import id_type
 from text.formats import Chunk
@@ -28,6 +29,9 @@ ROW = np.dtype([("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("va
 SPLITS = ("train", "val")
 # The result of an Encoder for a chunk: (documents,) of ROW; the ids of train.bin and of val.bin.
 Encoded = tuple[np.ndarray, list[bytes]]
+# How a document may change.
+LOST = "lost characters that the tokenizer has no token for"
+OTHER = "its tokens decode to another text"
 # Names that tokenizers give their special tokens. There are two patterns, since a pattern that
 # starts with a single character is found several times as fast.
 SPECIAL_NAMES = [
@@ -67,17 +71,18 @@ class Encoder:
                 continue
             encoded = [ids for ids in results if not isinstance(ids, ValueError)]
             tokens = self.document_ids(encoded, document)
-            if len(tokens) < self.cfg.min_tokens:
-                tally.dropped[f"fewer than {self.cfg.min_tokens} tokens"] += 1
+            if len(tokens) < (least := max(1, self.cfg.min_tokens)):
+                tally.dropped[f"fewer than {plural(least, 'token')}"] += 1
                 continue
             digest = hashlib.sha256(document.utf8).digest()
-            if self.tokenizer.unk_id in tokens:
-                tally.changed["lost characters that the tokenizer has no token for"] += 1
             # One document in 64, and each book: it may be all there is. Longer ones take memory.
-            elif self.tokenizer.drops or digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20:
-                decoded = [self.tokenizer.decode(part.tolist()) for part in encoded]
-                if decoded != document.texts:
-                    tally.changed["its tokens decode to another text (only some are checked)"] += 1
+            checked = digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20
+            if self.tokenizer.unk_id in tokens:
+                tally.changed[LOST] += 1
+            elif checked or self.tokenizer.drops:
+                tally.checked += 1
+                if [self.tokenizer.decode(part.tolist()) for part in encoded] != document.texts:
+                    tally.changed[LOST if self.tokenizer.drops else OTHER] += 1
             # Only the hash of its text decides the split of a document: if files are added or
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64

@@ -145,6 +145,18 @@ def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes
     }
 
 
+def described(tokenizer: HuggingFace, files: dict[str, bytes]) -> bytes:
+    """Return the tokenizer_config.json of a tokenizer.json, without which AutoTokenizer guesses.
+
+    files: those that came with it, name -> content. Their settings are kept.
+    """
+    names = ("special_tokens_map.json", "tokenizer_config.json")
+    named, config = (json.loads(files.get(name, "{}")) for name in names)
+    made = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
+    made |= dict(eos_token=tokenizer.eos, pad_token=tokenizer.eos)
+    return json_bytes({k: v for k, v in made.items() if k not in named} | config)
+
+
 def only_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
     """Return a generation_config.json with nothing but the ids that end a text.
 

@@ -53,6 +53,7 @@ class Tally:
     bad: Counter = field(default_factory=Counter)  # reason -> records that could not be read
     dropped: Counter = field(default_factory=Counter)  # reason -> documents left out
     changed: Counter = field(default_factory=Counter)  # reason -> documents whose text was changed
+    checked: int = 0  # documents whose tokens were decoded
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records
     unread: Counter = field(default_factory=Counter)  # path of a field -> records that it is in
     unread_characters: Counter = field(default_factory=Counter)  # path -> characters of its texts
@@ -83,6 +84,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         self.records += other.records
+        self.checked += other.checked
         for name, counts in vars(self).items():
             if isinstance(counts, Counter) and not name.startswith("unread"):
                 counts.update(getattr(other, name))

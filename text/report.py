@@ -118,6 +118,8 @@ def summary(meta: dict, folder: Path) -> str:
     lines.append(f"  {plural(records['read'], 'record')}, read as {counted(records['shapes'])}")
     for outcome in ("bad", "dropped", "changed"):
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
+    if records["changed"] and records.get("checked"):
+        lines[-1] += f" (of {plural(records['checked'], 'document')} decoded for comparison)"
     lines += [f"  bad record, for example {example}" for example in records["examples"]]
     if records.get("unread"):  # data sets of earlier versions have not counted them
         lines.append(f"  fields that are not read: {unread_fields(records)}")

@@ -48,7 +48,14 @@ from hardware.disk import (
 from hardware.machine import Machine, full_tensor, local_shard
 from model import GPTConfig
 from text.dataset import files_of
-from text.hf_tokenizer import HF_FILES, chat_files, only_ends, read_json, to_hugging_face
+from text.hf_tokenizer import (
+    HF_FILES,
+    chat_files,
+    described,
+    only_ends,
+    read_json,
+    to_hugging_face,
+)
 from text.tokenizer import HuggingFace, SentencePiece, Tiktoken, Tokenizer
 from text.windows import DataSet
 from training.evaluate import val_hashes, weights_of
@@ -248,7 +255,9 @@ def shared_files(
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
     }
     files = {name: (folder / name).read_bytes() for name in files_of(meta["tokenizer"])}
-    if "tokenizer.json" not in files and not isinstance(tokenizer, HuggingFace):
+    if isinstance(tokenizer, HuggingFace):
+        files["tokenizer_config.json"] = described(tokenizer, files)
+    elif "tokenizer.json" not in files:
         made = to_hugging_face(tokenizer, c.block_size, read_json(folder / "tokenizer_config.json"))
         if not made:
             note("other programs may read this tokenizer differently: docs/interchange.md")
