@@ -262,7 +262,8 @@ def read_sections(item: Fields) -> list[tuple[str, str]]:
         if not isinstance(record, dict):
             raise ValueError(f"a section is a {type(record).__name__}, not an object")
         title, text = record.get("title"), record.get("content")
-        if len(record) == 2 and type(title) is type(text) is str:  # most are: three times as fast
+        is_usual = len(record) == 2  # most are: they are read three times as fast
+        if is_usual and isinstance(title, str) and isinstance(text, str):
             pairs.append((title, text))
             item.read.add((id(sections), number))
             continue
