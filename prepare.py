@@ -138,7 +138,7 @@ def make_data_set(cfg: PrepareConfig) -> None:
     finally:
         if lock.is_held():
             remove_files(new, FILES)
-            remove_files(scratch, [LOCK])
+            remove_files(scratch, [LOCK, lock.path.name])
         lock.release()
     print(folded(harmless(text), columns()))
     print(f"  made in {time.perf_counter() - started:.0f} s")

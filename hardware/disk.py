@@ -13,18 +13,18 @@ configurator.py of this project.
 """
 
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
 import os
 import re
-import socket
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from configurator import UserError
 
@@ -235,8 +235,9 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 class Lock:
     """The right of this process alone to write a folder, until release() or its end.
 
-    It is a lock on a file in the folder. On a disk without locks, the file names the process and
-    its computer instead: a process that is killed there leaves a file that says so.
+    It is a lock on a file in the folder. On a disk without locks, a second file names the process
+    and its computer instead. If it is killed, only that computer can tell: elsewhere, the user has
+    to delete this file.
     """
 
     def __init__(self, path: Path, advice: str):
@@ -246,33 +247,24 @@ class Lock:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        taken = UserError(f"{path.parent}: another process is writing to it: {advice}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no wait on a FIFO
-        self.file = os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0)
+        self.lock: BaseFileLock = FileLock(path, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise taken from None
+            try:
+                self.lock.acquire(blocking=False)
+            except OSError as e:
+                if e.errno not in NO_LOCKS:
+                    raise
+                self.path = path.with_name(f"{path.name}_holder")
+                self.lock = SoftFileLock(self.path, thread_local=False)
+                self.lock.acquire(blocking=False)
+            self.file = os.stat(self.path)
+        except Timeout as e:
+            problem = f"{path.parent}: another process is writing to it: {advice}"
+            if self.path != path:
+                problem += f". {e} If it was killed, delete {self.path}"
+            raise UserError(problem) from None
         except OSError as e:
-            if e.errno not in NO_LOCKS:
-                raise OSError(e.errno, e.strerror, str(path)) from None
-            self.sign(advice)
-        if not self.is_held():  # its last holder has just deleted it
-            raise taken
-
-    def sign(self, advice: str) -> None:
-        """Write this process into the file, unless the file names one that may still run.
-
-        Of two processes that do this at the same time, the first no longer holds the lock.
-        """
-        here = socket.gethostname()
-        pid, host = [*self.path.read_text(errors="replace").split("\n"), "", ""][:2]
-        was_here = host == here and re.fullmatch("[0-9]{1,9}", pid)
-        if pid and not (was_here and not is_running(int(pid))):
-            holder = f"process {pid} on {host} is writing to it, or was killed there: {advice}"
-            raise UserError(f"{self.path.parent}: {holder}; if it was killed, delete {self.path}")
-        atomic_write(self.path, f"{os.getpid()}\n{here}\n".encode())
-        self.file = open(self.path, "r+b", buffering=0)
+            raise OSError(e.errno, e.strerror, str(self.path)) from None
 
     def is_held(self) -> bool:
         """Return whether the path still leads to the locked file.
@@ -280,20 +272,9 @@ class Lock:
         It does not if the folder was moved or deleted: another process may write there now.
         """
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+            return os.path.samestat(os.stat(self.path), self.file)
         except OSError as e:  # another error is one of the disk, which the next write will report
             return e.errno not in (errno.ENOENT, errno.ENOTDIR)
 
     def release(self) -> None:
-        with suppress(OSError):
-            self.file.truncate(0)  # the name of this process, on a disk without locks
-        self.file.close()
-
-
-def is_running(pid: int) -> bool:
-    """Return whether another process of this computer has this number."""
-    try:
-        os.kill(pid, 0)
-    except OSError as e:
-        return e.errno == errno.EPERM
-    return pid != os.getpid()  # a restarted container may give the number again
+        self.lock.release()

@@ -233,7 +233,7 @@ NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
 @pytest.mark.parametrize("number", NO_LOCKS)
 def test_without_locks_a_file_names_the_one_writer(tmp_path, monkeypatch, number):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "no locks here")))
-    path = tmp_path / "run" / ".lock"
+    path = tmp_path / "run" / ".lock_holder"
     here = socket.gethostname()
 
     def refused(holder: str) -> str:
@@ -246,14 +246,16 @@ def test_without_locks_a_file_names_the_one_writer(tmp_path, monkeypatch, number
     lock_run(path.parent).release()
     assert all(word in refused("1234\nnode7\n") for word in ("1234", "node7", f"delete {path}"))
     refused(f"{os.getppid()}\n{here}\n")  # it is running
-    refused("999999999999999\n")
     ended = subprocess.Popen(["true"])
     ended.wait()
     path.write_text(f"{ended.pid}\n{here}\n")
-    first = lock_run(path.parent)
-    assert first.is_held() and path.read_text() == f"{os.getpid()}\n{here}\n"
-    second = lock_run(path.parent)  # as if it had looked at the same time
-    assert second.is_held() and not first.is_held()
+    lock = lock_run(path.parent)
+    assert lock.is_held() and path.read_text().split()[:2] == [str(os.getpid()), here]
+    with pytest.raises(UserError):
+        lock_run(path.parent)
+    path.rename(path.with_name("moved"))
+    path.write_text("1234\nnode7\n")
+    assert not lock.is_held()
 
 
 def test_a_lock_that_fails_names_its_file(tmp_path, monkeypatch, trains, refuses):
