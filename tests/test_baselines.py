@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import metrics
 
 from text.baselines import mixed_baselines, ngram_losses
 from text.dataset import DataSet
@@ -49,9 +48,3 @@ def test_baselines_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
     assert mixed_baselines(sets, "all") == {"uniform": math.log(V), "unigram": 2.75, "bigram": 1.75}
     b["landmarks"] = {}
     assert mixed_baselines(sets, "all") == {"uniform": math.log(V)}
-
-
-def test_a_run_that_learns_nothing_is_told_so_once(trains, capsys):
-    options = ["--n_layer=1", "--batch_tokens=128", "--eval_every=100", "--lr=1e-9"]
-    assert metrics(trains("--max_steps=110", *options), "not_below") == {100: "unigram"}
-    assert "step 100/110 | warning: the loss" in capsys.readouterr().out

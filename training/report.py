@@ -1,8 +1,7 @@
 """Report the events of a run: records in metrics.jsonl, log lines, numbers for a tracker, loss.png.
 
-Only rank 0 reports. No failure here ends a run or delays a step. A tracker's package may fail or
-wait for a network, so it is called in a thread of its own. plot.py draws loss.png in a process of
-its own.
+Only rank 0 reports. No failure here ends a run: the first one of a tracker's package is a warning,
+and then it gets no more numbers. plot.py draws loss.png in a process of its own.
 """
 
 import importlib
@@ -11,17 +10,17 @@ import os
 import resource
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from subprocess import DEVNULL
+from typing import Any
 
 import torch
 from torch.amp import GradScaler
@@ -40,8 +39,7 @@ from training.plan import Plan, Progress
 from training.settings import RUN_SETTINGS, TRAINING, TrainConfig
 
 PLOT = Path(__file__).resolve().parents[1] / "plot.py"
-SYNC = "metrics.jsonl has all numbers"
-END_SECONDS = 20  # how long the end of a run waits for the last picture and for the tracker
+END_SECONDS = 20  # how long the end of a run waits for the last picture
 
 
 @dataclass
@@ -61,10 +59,7 @@ class Report:
     def __post_init__(self, records: list[dict]):
         self.drawing: subprocess.Popen | None = None
         self.drawn = time.monotonic()  # when the last drawing started
-        self.tracker: threading.Thread | None = None
-        self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
-        self.warned = False  # whether the note on long pauses was printed
-        self.unigram = math.inf  # loss of single-token frequencies, in nats per token
+        self.tracker: Tracker | None = None
         self.lost = False  # whether a record could not be written
         # Seconds of the last evaluation and the last save: eval_every, save_every. Those of an
         # evaluation may be of an earlier process.
@@ -78,8 +73,6 @@ class Report:
         if self.machine.is_main:
             self.file = start_metrics(self.folder / "metrics.jsonl", records)
             self.bar_context.enter_context(self.bar.pinned())
-            for record in records:
-                self.unigram = record.get("landmarks", {}).get("unigram", self.unigram)
             if self.cfg.tracker not in ("none", "off"):
                 self.start_tracker(records)
 
@@ -92,9 +85,19 @@ class Report:
         step = self.progress.step
         if not ids:
             self.write(dict(step=step, tracker=name, tracker_run=run_id))
-        to_send = (name, self.folder, settings, run_id, step, self.numbers, self.machine)
-        self.tracker = threading.Thread(target=send_numbers, args=to_send, daemon=True)
-        self.tracker.start()
+        with self.tracker_may_fail():
+            self.tracker = Tracker(name, self.folder, settings, run_id, step)
+
+    @contextmanager
+    def tracker_may_fail(self) -> Iterator[None]:
+        """Turn an error of the tracker's package into a warning, and leave the tracker out."""
+        try:
+            yield
+        except (Exception, SystemExit) as e:
+            self.tracker = None
+            reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+            problem = f"warning: {self.cfg.tracker} failed ({reason})"
+            self.machine.print0(f"{problem}; metrics.jsonl has all numbers")
 
     def outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
         """Count the last step, and report it if it overflowed or was bad.
@@ -151,21 +154,7 @@ class Report:
             line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
             line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
             line += f" | eta {ProgressBar.format_interval(eta)}"
-            pauses = self.pauses_from(1, rate)
-            if pauses > 0.25 * plan.steps * step_s and not self.warned:
-                self.warned = True
-                fraction = pauses / (pauses + plan.steps * step_s)
-                advice = "raise eval_every or lower eval_tokens to shorten them"
-                text = f"note: evaluations and saves take {fraction:.0%} of the run: {advice}"
-                self.write(dict(step=step, paused=fraction), text)
         self.write(record, line)
-        # By this step, every model should have learned more than the frequencies of tokens.
-        due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
-        mean = statistics.mean(self.progress.losses or [0.0])
-        if clock.step < due <= step and mean > self.unigram:
-            line = f"warning: the loss ({mean:.2f}) is still not below that of single-token"
-            line += f" frequencies ({self.unigram:.2f}): check lr and the data;"
-            self.write(dict(step=step, not_below="unigram"), f"{line} {self.how_to_read(step)}")
         clock.restart(step)
 
     def pauses_from(self, step: int, rate: float) -> float:
@@ -258,9 +247,10 @@ class Report:
                     problem = f"{self.file.name}: {e.strerror}"
                     self.machine.print0(f"warning: {problem}: records are lost")
                 self.lost = True
-        if self.tracker:
-            numbers = {k: v for k, v in record.items() if type(v) in (int, float)}
-            self.numbers.put({k: v for k, v in numbers.items() if math.isfinite(v)})
+            if self.tracker:
+                numbers = {k: v for k, v in record.items() if type(v) in (int, float)}
+                with self.tracker_may_fail():
+                    self.tracker.log({k: v for k, v in numbers.items() if math.isfinite(v)})
         if line:
             self.machine.print0(f"step {record['step']}/{self.plan.steps} | {line}")
 
@@ -279,14 +269,10 @@ class Report:
             os.setpriority(os.PRIO_PROCESS, self.drawing.pid, 10)  # training has priority
 
     def close(self) -> None:
-        """Draw the last picture, and end the run at the tracker. Later reports are ignored.
-
-        This takes at most END_SECONDS. If a tracker hangs, the process ends END_SECONDS later.
-        """
+        """Draw the last picture, and end the run at the tracker. Later reports are ignored."""
         if not self.machine.is_main:
             return
         end = time.monotonic() + END_SECONDS
-        self.numbers.put({})
         if self.progress.losses and self.cfg.tracker != "off" and not self.moved:
             self.wait_for_drawing(end)
             self.draw()
@@ -296,14 +282,8 @@ class Report:
             else:
                 self.machine.print0(f"note: no loss plot; to draw it: python plot.py {self.folder}")
         if self.tracker:
-            self.tracker.join(max(0.0, end - time.monotonic()))
-            if self.tracker.is_alive():
-                self.machine.print0(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
-                # Its package may wait for the network even when Python ends.
-                code = 0 if self.progress.step == self.plan.steps else 1
-                timer = threading.Timer(END_SECONDS, os._exit, [code])
-                timer.daemon = True
-                timer.start()
+            with self.tracker_may_fail():
+                self.tracker.finish()
         with self.mutex, suppress(OSError):  # a full disk
             self.file.close()
         self.bar_context.close()
@@ -365,30 +345,22 @@ def trained_with(run: dict) -> list:
     return [run.get("step_samples"), run.get("data"), *map(run["settings"].get, TRAINING)]
 
 
-def send_numbers(
-    name: str,
-    folder: Path,
-    settings: dict,
-    run_id: str,
-    step: int,
-    queue: SimpleQueue[dict],
-    machine: Machine,
-) -> None:
-    """Send numbers to a tracker until {} arrives. A failure of its package is one warning.
+class Tracker:
+    """The run at wandb, SwanLab or TensorBoard. Their errors are not caught here."""
 
-    settings: of the run in the folder. run_id: of the run at the tracker, which is continued if it
-    exists. step: the last one that is not trained again.
-    """
-    try:
+    def __init__(self, name: str, folder: Path, settings: dict, run_id: str, step: int):
+        """Start to track the run in a folder, with its settings.
+
+        run_id: of the run at the tracker, which is continued if it exists. step: the last one that
+        is not trained again.
+        """
+        self.step = step  # the last one sent
+        self.writer: Any = None
         if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
             # purge_step: later steps of an earlier process are replaced.
-            writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
-            while numbers := queue.get():
-                for key, value in numbers.items():
-                    writer.add_scalar(key, value, numbers["step"])
-            writer.close()
+            self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
             return
         os.environ.setdefault("WANDB_SILENT", "true")  # its lines would tear the progress bar
         os.environ.setdefault("WANDB_CONSOLE", "off")
@@ -399,16 +371,25 @@ def send_numbers(
         )
         options |= dict(name=folder.resolve().name, id=run_id, resume="allow")
         options |= {"dir": folder} if name == "wandb" else {"logdir": str(folder / "swanlog")}
-        service = importlib.import_module(name)
-        service.init(**options)
-        while numbers := queue.get():
-            # A save ends after later steps were logged. wandb ignores what goes back to its step.
-            step = max(step, numbers["step"])
-            service.log(numbers, step=step)
-        service.finish()
-    except (Exception, SystemExit) as e:
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
-        machine.print0(f"warning: {name} failed ({reason}); {SYNC}")
+        self.service = importlib.import_module(name)
+        self.service.init(**options)
+
+    def log(self, numbers: dict) -> None:
+        """Send numbers, one of which is their step."""
+        if self.writer:
+            for key, value in numbers.items():
+                self.writer.add_scalar(key, value, numbers["step"])
+            return
+        # A save ends after later steps were logged. wandb ignores what goes back to its step.
+        self.step = max(self.step, numbers["step"])
+        self.service.log(numbers, step=self.step)
+
+    def finish(self) -> None:
+        """Wait until all numbers are sent."""
+        if self.writer:
+            self.writer.close()
+        else:
+            self.service.finish()
 
 
 def peak_memory(device: torch.device) -> int:
