@@ -161,7 +161,6 @@ def main() -> None:
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
-    progress = progress.with_epoch(epoch_tokens, T)
     kind = machine.device.type
     size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"

@@ -114,7 +114,7 @@ def rows_of_plan(
     if (done := plan.position(plan.start_step)) != plan.start_step:
         length += f"\nnote: earlier steps had another size: {done / plan.position(plan.steps):.1%}"
         length += " of the run is done, and the schedule continues from there"
-    if warning := repetition_warning(tokens + plan.epoch_shift, plan.step_tokens, cfg, sets):
+    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
         length += f"\n{warning}"
     ratio = f"{tokens / model.num_params()['total']:.3g}"
     return {"batch": batch, "length": length, "tokens per parameter": ratio}

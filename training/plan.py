@@ -4,8 +4,7 @@ All functions are pure: their results depend on nothing but their arguments.
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
-from fractions import Fraction
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch.amp import GradScaler
@@ -30,9 +29,8 @@ class Plan:
     ended_by: str = ""  # the limit that ends it, if there are several
     start_step: int = 0  # steps that were done before this process started
     start_tokens: int = 0  # tokens read in them; step_tokens may have been different then
-    epoch_shift: int = 0  # see Progress
     # The tokens done then, as counted for the limit that ends the run: max_steps counts all steps
-    # alike, and max_epochs adds epoch_shift.
+    # alike.
     start_count: int = 0
 
     def tokens_at(self, step: int) -> int:
@@ -40,8 +38,8 @@ class Plan:
         return self.start_tokens + (step - self.start_step) * self.step_tokens
 
     def epochs_at(self, step: int) -> float:
-        """Return how many epochs the run has read when `step` steps are done."""
-        return (self.tokens_at(step) + self.epoch_shift) / self.epoch_tokens
+        """Return how many epochs of the present data the tokens of `step` steps are."""
+        return self.tokens_at(step) / self.epoch_tokens
 
     def position(self, step: int) -> float:
         """Return the position in the run when `step` steps are done, in steps of the present size.
@@ -70,10 +68,6 @@ class Progress:
     samples: int = 0  # windows read
     # Windows read before switch_data: the position in the data is samples - data_begun.
     data_begun: int = 0
-    epoch_tokens: int = 0  # tokens in an epoch of them
-    # In tokens: (tokens read + epoch_shift) / epoch_tokens epochs are done. It is 0 unless the
-    # length of an epoch has changed, as with another `documents`.
-    epoch_shift: int = 0
     best_step: int = -1  # step with the lowest validation loss
     best_val_loss: float = math.inf
     losses: list[float] = field(default_factory=list)  # the last 20 finite ones
@@ -120,12 +114,6 @@ class Progress:
         self.bad_in_a_row += 1
         return "bad"
 
-    def with_epoch(self, tokens: int, block_size: int) -> "Progress":
-        """Return this progress with epochs of `tokens` tokens. The number of epochs done stays."""
-        read = self.samples * block_size
-        epochs = Fraction(read + self.epoch_shift, self.epoch_tokens or tokens)
-        return replace(self, epoch_tokens=tokens, epoch_shift=round(epochs * tokens) - read)
-
     def gives_up(self) -> bool:
         """Return whether the run must end, after MAX_BAD_STEPS bad steps in a row."""
         return self.bad_in_a_row >= MAX_BAD_STEPS
@@ -159,14 +147,13 @@ def make_plan(
     read, size = done.samples * T, step_tokens
     epochs = math.ceil(min(cfg.max_epochs * epoch_tokens, 2**62))  # inf has no ceil
     ends = {"max_steps": cfg.max_steps * size, "max_epochs": epochs, "max_tokens": cfg.max_tokens}
-    counts = {"max_steps": done.step * size, "max_epochs": read + done.epoch_shift}
-    counts["max_tokens"] = read
+    counts = {"max_steps": done.step * size, "max_epochs": read, "max_tokens": read}
     limits = {k: done.step + (ends[k] - counts[k] + size // 2) // size for k in ends if ends[k]}
     first = min(limits, key=limits.__getitem__, default="max_steps")
     steps = max(limits.get(first, 0), done.step, 1)
     ended_by = first if len(limits) > 1 else ""
     shape = (B, accum, step_tokens, epoch_tokens, steps)
-    return Plan(*shape, ended_by, done.step, read, done.epoch_shift, counts[first])
+    return Plan(*shape, ended_by, done.step, read, counts[first])
 
 
 def tokens_of_step(B: int, cfg: TrainConfig, world: int) -> int:
