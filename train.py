@@ -172,7 +172,7 @@ def main() -> None:
     print0(row("       peak: ", source))
     all_peak = peak * machine.world if peak else None  # TFLOPS of all devices together
     flops = model.flops_per_token(T)
-    if note := pace_note(plan.batch_size * T * flops, plan.accum, peak, kind == "cuda"):
+    if note := pace_note(plan.step_tokens / machine.world * flops, peak):
         print0(note)
     if saved:
         print0(f"resumed from {init_path} at step {progress.step}, with its settings")

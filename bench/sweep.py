@@ -23,8 +23,7 @@ T = 1 is the time of a step of one token: a step of any size costs at least that
 not fit into memory.
 
 Along the last two axes the cells share one model and take turns, so that a disturbance affects all
-of them. A note gives the difference to the first cell in percent; for documents also the fraction
-of the T x T pairs of tokens that are in one document.
+of them. A note gives the difference to the first cell in percent.
 """
 
 import gc
@@ -53,7 +52,6 @@ from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
-from training.banner import fraction_within
 from training.memory import Step, largest_batch
 from training.parallel import wants_compile
 from training.plan import make_plan
@@ -170,14 +168,12 @@ def interleaved_cells(
     cfg, accum = replace(cfg, batch_size=plan.batch_size), plan.accum
     shared = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
     trainings: dict[str, Training] = {}
-    notes: dict[str, str] = {}  # documents: the fraction of the pairs of tokens that are seen
     for value in get_args(get_type_hints(TrainConfig)[axis]):
         if axis == "documents":
             sets = open_datasets(cfg.dataset, cfg.data_dir)
             loader = train_loader(sets, cfg.block_size, cfg.seed, value)
             batches = batches_of(loader, cfg.batch_size, machine)
             trainings[value] = replace(shared, batches=batches)
-            notes[value] = f", {fraction_within(loader):.0%} of the pairs"
         else:
             optimizer = new_optimizer(replace(cfg, optimizer=value), machine, shared.model)
             trainings[value] = replace(shared, optimizer=optimizer)
@@ -189,7 +185,7 @@ def interleaved_cells(
     medians = {value: statistics.median(times) for value, times in seconds.items()}
     base = next(iter(medians.values()))
     for value, median in medians.items():
-        note = f"{value}: {median / base - 1:+.1%}{notes.get(value, '')}"
+        note = f"{value}: {median / base - 1:+.1%}"
         cell = {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": note}
         yield cell | figures_of(seconds[value], shared, peak)
 

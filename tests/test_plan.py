@@ -65,10 +65,9 @@ def test_float32_is_tf32_where_the_gpu_can(gpu, computed_as_tf32):
     assert ("tf32" in source) == computed_as_tf32
 
 
-def test_notes_on_steps_too_short_and_too_long():
-    assert "--batch_size" in pace_note(5.7e12, 64, 989.0, on_gpu=True)
-    assert not any(pace_note(*run, True) for run in [(2e13, 16, 989), (6e12, 1, 989), (6, 2, None)])
-    assert "--batch_tokens" in pace_note(1e12, 60, 0.5, on_gpu=False)
+def test_a_step_of_more_than_a_minute_is_noted():
+    assert "--batch_tokens" in pace_note(6e13, 0.5)
+    assert not pace_note(6e12, 0.5) and not pace_note(6e13, None)
 
 
 QWEN = "--preset=qwen2 --n_layer=28 --n_head=12 --n_kv_head=2 --n_embd=1536 --d_ff=8960"

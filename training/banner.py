@@ -3,7 +3,6 @@
 import math
 import sys
 
-import numpy as np
 import torch
 
 from configurator import changes, row
@@ -14,7 +13,7 @@ from model import GPT, INIT, GPTConfig
 from text.windows import DataSet, Loader
 from training.huggingface import architecture_of, caveat
 from training.memory import Step, bytes_needed, largest_batch
-from training.plan import MAX_DEVIATION, Plan, deviation
+from training.plan import Plan
 from training.settings import TrainConfig
 
 MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
@@ -40,8 +39,7 @@ def banner(
     if machine.device.type == "cuda" and attention == "math":
         attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
     if loader.eos_id is not None:
-        fraction = fraction_within(loader)
-        attention = f"within a document: {fraction:.0%} of the T x T pairs of tokens"
+        attention = "within a document"
     empty = fraction_without_target(loader)
     size = bytes_needed(model, step)
     capacity = memory_capacity(machine.device)
@@ -105,8 +103,6 @@ def rows_of_plan(
     batch += f" = {plan.step_tokens:,} tokens a step"
     if plan.step_tokens != cfg.batch_tokens:
         batch += f"; {cfg.batch_tokens:,} requested"
-    if warning := batch_warning(plan.step_tokens, cfg, world):
-        batch += f"\n{warning}"
     length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
     if sets:
         length += f" = {plan.epochs_at(plan.steps):,.2f} epochs of {cfg.dataset or sets[0].name}"
@@ -127,19 +123,6 @@ def describe_data(data: DataSet) -> str:
     return text if data.weight == 1 else f"{text}, {float(data.weight):.1%} of the windows"
 
 
-def fraction_within(loader: Loader, count: int = 64) -> float:
-    """Return the fraction of the T x T pairs of tokens of a window that are in one document.
-
-    This is the mean over the first `count` windows of a run. Without a mask it is 1.
-    """
-    if loader.eos_id is None:
-        return 1.0
-    inputs = loader.rows(loader.starts(0, count)).ids[:, :-1]
-    document = (inputs == loader.eos_id).cumsum(axis=1)  # (count, T)
-    lengths = np.stack([np.bincount(row, minlength=inputs.shape[1] + 1) for row in document])
-    return float((lengths**2).sum() / inputs.size / inputs.shape[1])
-
-
 def fraction_without_target(loader: Loader, count: int = 256) -> float:
     """Return the fraction of the first `count` windows of a run in which no target counts."""
     weights = loader.rows(loader.starts(0, count)).weights
@@ -150,28 +133,16 @@ def fraction_without_target(loader: Loader, count: int = 256) -> float:
 # Warnings
 
 
-def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str:
-    """Return a note if a step takes more than a minute, or if a GPU may wait for its host; else "".
+def pace_note(flops: float, peak: float | None) -> str:
+    """Return a note if a step takes more than a minute, at 40 % of the peak; else "".
 
-    flops: of a micro-step. A step has `accum` of them on each device. peak: TFLOPS of one device,
-    or None. The times assume 40 % of it.
+    flops: of a step on each device. peak: TFLOPS of one device, or None.
     """
-    seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
-    if (step := accum * seconds / 0.4) > 60:
-        shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
-        return f"note: a step takes about {step / 60:,.0f} min here, at 40 % of the peak: {shorter}"
-    if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
-        busier = "a larger --batch_size, or auto, may be faster"
-        return f"note: micro-steps are so short that the GPU may wait for its host: {busier}"
-    return ""
-
-
-def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
-    """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
-    if deviation(step_tokens, cfg) <= MAX_DEVIATION:
+    seconds = flops / (0.4e12 * peak) if peak else 0
+    if seconds <= 60:
         return ""
-    ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens requested"
-    return f"warning: {ratio}: set batch_tokens to a multiple of {cfg.block_size * world:,}"
+    shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
+    return f"note: a step takes about {seconds / 60:,.0f} min here, at 40 % of the peak: {shorter}"
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
