@@ -207,10 +207,8 @@ def read_state(folder: Path) -> Saved:
     """
     try:
         meta = read_object(folder / "meta.json")
-        if missing := {"trained_on", "judged_by", "tokenizer"} - meta.keys():
+        if missing := {"trained_on", "judged_by", "weights", "tokenizer"} - meta.keys():
             raise ValueError(f"meta.json has no {min(missing)}")
-        # Earlier versions did not store the weights of a mixture.
-        meta = {"weights": dict.fromkeys(meta["trained_on"], "1")} | meta
         return Saved(read_object(folder / "train_config.json"), meta, load_state(folder))
     except ValueError as e:
         raise UserError(f"{folder / 'train_state.pt'}, or a .json next to it: {e}") from None
@@ -224,19 +222,6 @@ def check_fits(
     c: the shape of the model. A fine-tuned model has its own shape, whatever the settings say: a
     setting may keep its old value or take the model's.
     """
-    trained_on = saved.meta["trained_on"]
-    hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
-    # A data set that has another name now is known by its hash.
-    name_of = {sha256: name for name, sha256 in trained_on.items() if name not in hashes}
-    sets = [replace(d, name=name_of.get(hashes[d.name], d.name)) for d in sets]
-    trained_on, names = sorted(trained_on), sorted(data.name for data in sets)
-    tokenizers = [tokenizer_id(meta["tokenizer"]) for meta in (saved.meta, sets[0].meta)]
-    other = f"start a new run with --init_from={folder} --run_name=NAME"
-    if names != trained_on and not cfg.switch_data:
-        problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
-        same_ids = tokenizers[0] == tokenizers[1]
-        ways = f", or --switch_data, or {other}" if same_ids else ": the tokenizers differ"
-        raise UserError(f"{problem}: give its --dataset{ways}")
     before = checkpoint_settings(saved, cfg)
     then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
     is_tuned = saved.settings["init_from"] != "scratch"
@@ -245,19 +230,20 @@ def check_fits(
     for key in [key for key in then if hasattr(cfg, key)] if is_tuned else ["rope_scaling"]:
         is_kept = getattr(cfg, key) == getattr(before, key)
         now[key] = then[key] if is_kept else getattr(cfg, key)
-    for key in ("optimizer", "loss_on"):
-        then[key], now[key] = getattr(before, key), getattr(cfg, key)
-    then["tokenizer"], now["tokenizer"] = tokenizers
-    if not cfg.switch_data:
-        now |= data_hashes(sets)
-        for key, split in (("trained_on", "train"), ("judged_by", "val")):
-            then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
-    differ = [
-        f"{k} was {then.get(k)!s:.20}, is {now.get(k)!s:.20}"
-        for k in sorted(then | now)
-        if then.get(k) != now.get(k)
-    ]
-    if differ:
+    for side, settings, meta in ((then, before, saved.meta), (now, cfg, sets[0].meta)):
+        side |= {"optimizer": settings.optimizer, "loss_on": settings.loss_on}
+        side["tokenizer"] = tokenizer_id(meta["tokenizer"])[:20]
+    other = f"start a new run with --init_from={folder} --run_name=NAME"
+    splits = (("trained_on", "train"), ("judged_by", "val"))
+    old = {f"{k}/{split}.bin": v for key, split in splits for k, v in saved.meta[key].items()}
+    new = data_hashes(sets)
+    # A data set that has another name now is known by its hash.
+    if not cfg.switch_data and sorted(old.values()) != sorted(new.values()):
+        if then == now:
+            other = f"--switch_data goes on with other data, or {other}"
+        for side, hashes in ((then, old), (now, new)):
+            side["data"] = ", ".join(f"{k} ({hashes[k]:.8})" for k in sorted(hashes))
+    if differ := [f"{k} was {then[k]}, is {now[k]}" for k in sorted(now) if then[k] != now[k]]:
         advice = "give the same settings and data as before (prepare.py keeps the data that it"
         advice += f" replaces as NAME.old if no input file is the same), or {other}"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
