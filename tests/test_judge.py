@@ -92,24 +92,3 @@ def test_bits_per_byte_of_a_text(text, model, tmp_path, capsys):
         logits = gpt(torch.tensor([ids[max(0, end - T - 1) : i]]))
         nats -= logits.log_softmax(-1)[0, ids[i]].item()
     assert bits == pytest.approx(nats / math.log(2) / len(text.encode()), abs=5.1e-5)
-
-
-BAD_LINES = [
-    {"question": "a"},
-    {"question": "a", "choices": ["b", ""], "answer": 0},
-    {"question": "a", "choices": ["b", "c"], "answer": 2},
-]
-
-
-@pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD_LINES)])
-def test_a_bad_line_is_named(line, model, tmp_path, refuses):
-    good = json.dumps({"question": "a", "choices": ["b", "c"], "answer": 1})
-    path = tmp_path / "q.jsonl"
-    path.write_text(f"{good}\n{line}\n")
-    assert f"{path}, line 2" in refuses(judge.main, str(path), f"--ckpt={model}", "--device=cpu")
-
-
-def test_a_file_without_questions_is_refused(model, tmp_path, refuses):
-    (tmp_path / "q.jsonl").write_text("\n")
-    for file in (tmp_path / "q.jsonl", tmp_path / "none"):
-        assert str(file) in refuses(judge.main, str(file), f"--ckpt={model}", "--device=cpu")

@@ -3,13 +3,9 @@
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -75,52 +71,6 @@ def two_sets(data: Path, folder: Path) -> None:
 # -- runs --
 
 
-def test_a_run_of_other_data_than_planned_is_not_finished(answered):
-    row, folders = rows_of(answered)[0]
-    found = next(r["data"] for r in map(json.loads, (folders[0] / "metrics.jsonl").open()) if r)
-    assert lab_results.read_run(folders[0], ["tiny"], "val_loss", found)
-    assert not lab_results.read_run(folders[0], ["tiny"], "val_loss", {"tiny": "another"})
-
-
-PARENT = """
-import subprocess, sys
-from bench.lab import end_with_parent
-child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
-print(child.pid, flush=True)
-child.wait()
-"""
-
-
-@pytest.mark.slow
-def test_a_run_ends_when_the_lab_is_killed():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=REPO, stdout=subprocess.PIPE)
-    child = int(parent.stdout.readline())
-    parent.kill()
-    for _ in range(2000):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or ") Z " in state.read_text():
-            return
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("the child goes on")
-
-
-def test_runs_on_other_data_or_from_a_model_are_other_runs(tiny_data, tmp_path):
-    two_sets(tiny_data, tmp_path)
-    path = tmp_path / "question.py"
-    path.write_text(QUESTION)
-
-    def planned(data: Path, *options: str) -> dict[Path, lab.Run]:
-        cfg = lab.read_question([*TINY, str(path), f"--data_dir={data}", *options])
-        return {run.folder: run for run in lab.plan(cfg, "low")}
-
-    runs = planned(tiny_data)
-    assert len(runs) == 9 and not runs.keys() & planned(tmp_path).keys()
-    tuned = planned(tiny_data, "--init_from=out/base")
-    assert all(r.settings.init_from == "out/base" and r.settings.overwrite for r in tuned.values())
-    assert not runs.keys() & tuned.keys()
-
-
 @pytest.mark.slow
 def test_only_a_changed_run_is_trained_again(answered, tiny_data, tmp_path):
     shutil.copytree(answered / "out", tmp_path / "out")
@@ -165,25 +115,6 @@ def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
     assert "resumed from" in (out / f"{interrupted}.log").read_text()
 
 
-def test_a_folder_in_the_place_of_a_file_is_refused_before_any_run(tiny_data, tmp_path, refuses):
-    (tmp_path / "question.py").write_text(QUESTION)
-    options = [*TINY, tmp_path / "question.py", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
-    for option in ("--json", "--png"):
-        assert "is a folder" in refuses(lab.main, *options, f"{option}={tmp_path}")
-    assert not list(tmp_path.glob("*.log"))
-
-
-@pytest.mark.slow
-def test_a_failed_run_does_not_stop_the_others(tiny_data, tmp_path):
-    question = QUESTION.replace('"lr": 1e-2', '"n_head": 3').replace("lengths", "_")
-    question = question.replace('baseline = "low"', "")  # the variant that fails comes first
-    with pytest.raises(SystemExit) as exit_info:
-        ask(tmp_path, tiny_data, question, seeds="1")
-    assert exit_info.value.code == 1
-    [run] = trained(tmp_path / "out")
-    assert settings(tmp_path / "out" / run)["lr"] == 1e-3
-
-
 @pytest.mark.slow
 def test_a_mixture_is_judged_by_each_data_set(tiny_data, tmp_path):
     """The loss in the records of train.py has the weights of the sets, which differ here."""
@@ -224,16 +155,6 @@ def test_the_figures_are_those_of_the_runs(answered):
     assert high["difference_error"] == pytest.approx(statistics.stdev(differences) / math.sqrt(2))
     assert (low["needs_tokens"], half["needs_tokens"]) == (1, 1)
     assert (answered / "r.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_diverged_run_is_left_out(answered, tiny_data, tmp_path):
-    folder = shutil.copytree(answered, tmp_path / "copy")
-    ended = sorted(folder.glob("out/*/metrics.jsonl"))[0]
-    ended.write_text(re.sub(r'"val_loss": [^,]*', '"val_loss": NaN', ended.read_text()))
-    ask(folder, tiny_data, QUESTION, "--report", f"--json={folder / 'again.json'}")
-    rows = json.loads((folder / "again.json").read_text())["rows"]
-    assert [len(row["losses"]) for row in rows] == [1, 1, 1]  # of the other seed
 
 
 LIMIT = 3 / math.sqrt(3)  # three standard errors of differences d - 1, d and d + 1
@@ -294,16 +215,3 @@ def test_options_win_over_question_and_question_over_config(tmp_path):
     question = lab.read_question([str(tmp_path / "q.py"), "--lr=0.1", "--dataset=x"])
     [(_, cfg)] = lab.variants_of(question, "a")
     assert (cfg.n_layer, cfg.n_head, cfg.lr) == (3, 2, 0.1)
-
-
-MISTAKES = [
-    ("{'a': {'n_layers': 1}}", "'n_layers'"),
-    ("{'a': {}, 'b': {'lr': -1}}", "variant 'b': lr"),
-    ("{'a': {'seed': 1}}", "variant 'a': seed"),
-]
-
-
-@pytest.mark.parametrize("variants, message", MISTAKES)
-def test_a_mistake_in_a_variant_is_named(tmp_path, refuses, variants, message):
-    (tmp_path / "q.py").write_text(f"question = '?'\nvariants = {variants}\n")
-    assert message in refuses(lab.main, str(tmp_path / "q.py"), "--max_steps=1", "--dataset=x")
