@@ -449,7 +449,7 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
     count = len(windows.fixed_starts(tokens))
     B = min(cfg.batch_size, count)
     loss = evaluate(model, windows, tokens, B, machine, bar=True)
-    if loss is None or not math.isfinite(loss):
+    if not math.isfinite(loss):
         raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
     by_document = evaluate(model, packed, tokens, B, machine, eos_id=eos_id, bar=True)
     val = data.meta["splits"]["val"]

@@ -28,7 +28,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from hardware.machine import (
     Clock,
     HostCopy,
     Machine,
+    Stopped,
     full_tensor,
     local_shard,
     memory_advice,
@@ -73,7 +74,6 @@ from training.memory import Step, optimizer_memory
 from training.optimizer import make_optimizer
 from training.parallel import (
     all_sum,
-    any_signal,
     autocast,
     check_capacity,
     compile_now,
@@ -225,80 +225,76 @@ def main() -> None:
     data_position = progress.samples - progress.data_begun
     stopped = False
     with (
-        stop_signals() as signals,
+        stop_signals(machine.signals),
         memory_advice(plan.memory_hint(T)),
         closing(report),
         closing(saver),
         closing(read_ahead(loader, data_position, plan.batch_size, machine, clock)) as batches,
     ):
         start_step = progress.step
-        for step in range(start_step, plan.steps + 1):
-            at_end = step == plan.steps
-            last = at_end or progress.gives_up()
-            evaluates = known.get("evaluates", at_end or step % cfg.eval_every == 0)
-            samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
-            samples = samples and "sample" not in known
-            # A bad step was skipped: the weights are those from before it.
-            saves = last or (step % cfg.save_every == 0 and not progress.bad_in_a_row)
-            if evaluates or samples or saves:
-                with clock.paused():
-                    if saves:
-                        saver.save(model, optimizer, scaler, progress)
-                    if evaluates:
-                        started = time.perf_counter()
-                        B, eos_id = plan.batch_size, tokenizer.eos_id
-                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id, signals)
-                        if stopped := losses is None:
-                            break
-                        val_loss = report.evaluation(step, losses, time.perf_counter() - started)
-                        progress.add_evaluation(val_loss)
-                    if samples:
-                        full_weights = getattr(forward, "full_weights", nullcontext)
-                        # ArithmeticError: the logits are not finite. The loss shows that too.
-                        with full_weights(), suppress(ArithmeticError):
-                            text = write_text(
-                                model, tokenizer, prompt, length, cfg.seed, machine, signals
-                            )
-                            if stopped := text is None:
-                                break
-                            report.sample(step, text)
-                    if step == progress.best_step:
-                        saver.save(model, optimizer, scaler, progress)
-                    saver.prune(progress)
-            known = {}
-            if last:
-                break
+        try:
+            for step in range(start_step, plan.steps + 1):
+                at_end = step == plan.steps
+                last = at_end or progress.gives_up()
+                evaluates = known.get("evaluates", at_end or step % cfg.eval_every == 0)
+                samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
+                samples = samples and "sample" not in known
+                # A bad step was skipped: the weights are those from before it.
+                saves = last or (step % cfg.save_every == 0 and not progress.bad_in_a_row)
+                if evaluates or samples or saves:
+                    with clock.paused():
+                        if saves:
+                            saver.save(model, optimizer, scaler, progress)
+                        if evaluates:
+                            began = time.perf_counter()
+                            B, eos_id = plan.batch_size, tokenizer.eos_id
+                            losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
+                            val_loss = report.evaluation(step, losses, time.perf_counter() - began)
+                            progress.add_evaluation(val_loss)
+                        if samples:
+                            full_weights = getattr(forward, "full_weights", nullcontext)
+                            # ArithmeticError: the logits are not finite. The loss shows that too.
+                            with full_weights(), suppress(ArithmeticError):
+                                text = write_text(
+                                    model, tokenizer, prompt, length, cfg.seed, machine
+                                )
+                                report.sample(step, text)
+                        if step == progress.best_step:
+                            saver.save(model, optimizer, scaler, progress)
+                        saver.prune(progress)
+                known = {}
+                if last:
+                    break
 
-            # Learning rate and momentum are functions of the fraction of the run that is done.
-            position, end = plan.position(step), plan.position(plan.steps)
-            lr = lr_at(position, end, cfg)
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
-                group["muon_momentum"] = momentum_at(position, end, cfg)
-            # The seed of dropout depends on the step and the rank, but not on the step at which the
-            # run was resumed. 1,000,003 exceeds the number of ranks: no two ranks share a seed.
-            torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
-            numbers = take_step(
-                forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
-            )
-            # A signal has arrived before the last micro-step: the step is abandoned.
-            if stopped := numbers is None:
-                break
-            # The only wait for the device in a step without a log line, an evaluation or a save. It
-            # does not wait for the update of the weights.
-            loss, grad_norm, signalled = numbers.wait()
-            outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
+                # Learning rate and momentum are functions of the fraction of the run that is done.
+                position, end = plan.position(step), plan.position(plan.steps)
+                lr = lr_at(position, end, cfg)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
+                    group["muon_momentum"] = momentum_at(position, end, cfg)
+                # The seed of dropout depends on the step and the rank, but not on the step at which
+                # the run was resumed. No two ranks share a seed: 1,000,003 exceeds their number.
+                torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
+                state = (forward, optimizer, scaler, batches)
+                numbers = take_step(*state, plan.accum, machine, cfg.grad_clip)
+                # The only wait for the device in a step without log line, evaluation or save. It does
+                # not wait for the update of the weights.
+                loss, grad_norm, signalled = numbers.wait()
+                outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
 
-            report.outcome(outcome, loss, grad_norm, scaler)
-            to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
-            if to_log and outcome in ("taken", "no target"):
-                report.step(loss, lr, grad_norm, flops, all_peak, clock)
-            if step == start_step:
-                gc.collect()
-                gc.freeze()  # these objects will stay: the collector can skip them
-                clock.restart(progress.step)  # after a resume, this step has warmed up
-            if stopped := signalled > 0:
-                break
+                report.outcome(outcome, loss, grad_norm, scaler)
+                to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
+                if to_log and outcome in ("taken", "no target"):
+                    report.step(loss, lr, grad_norm, flops, all_peak, clock)
+                if step == start_step:
+                    gc.collect()
+                    gc.freeze()  # these objects will stay: the collector can skip them
+                    clock.restart(progress.step)  # after a resume, this step has warmed up
+                if signalled:
+                    raise Stopped
+        except Stopped:
+            stopped = True
+            optimizer.zero_grad(set_to_none=True)  # the memory is needed to save
         saver.save(model, optimizer, scaler, progress)
         saver.prune(progress)
 
@@ -325,7 +321,7 @@ def main() -> None:
     if stopped:
         print0(f"stopped by a signal after step {progress.step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.
-        sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))
+        sys.exit(128 + (machine.signals or [signal.SIGTERM])[-1])
 
 
 def take_step(
@@ -336,14 +332,13 @@ def take_step(
     accum: int,
     machine: Machine,
     grad_clip: float = 0.0,
-    signals: Sequence[int] = (),
-) -> HostCopy | None:
+) -> HostCopy:
     """Update the weights once, with the gradients of `accum` batches on each rank.
 
     Return three numbers on their way to the host: the loss, a mean over all ranks; the norm of the
-    gradient before clipping; and the number of signals that have arrived at all ranks. If a signal
-    arrives before the last micro-step, return None and leave the weights unchanged: a step may take
-    hours.
+    gradient before clipping; and the number of signals that have arrived at all ranks. If one
+    arrives before the last micro-step, raise Stopped and leave the weights unchanged: a step may
+    take hours.
 
     On a GPU with AdamW or Muon the host runs ahead: it launches the forward and backward passes,
     the sum over the ranks and the update without waiting. Only then does the caller wait, for these
@@ -352,8 +347,7 @@ def take_step(
     model: the result of wrap(): a GPT, which may be compiled, and wrapped in DDP or Shards. scaler:
     scales the gradients of fp16, see below; else it does nothing. grad_clip: the largest norm of
     the gradient; 0: no clipping. A step whose loss or gradient is not finite leaves the weights
-    unchanged, as does one without a target: its loss is NaN, its gradient 0. signals: those that
-    have arrived at this rank.
+    unchanged, as does one without a target: its loss is NaN, its gradient 0.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
     no_sync = getattr(model, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
@@ -363,9 +357,8 @@ def take_step(
     for micro in range(accum):
         # With several ranks, the sum below also tells of signals: before the first micro-step, no
         # other communication is needed.
-        if (micro > 0 or machine.world == 1) and any_signal(signals, machine):
-            optimizer.zero_grad(set_to_none=True)
-            return None
+        if micro > 0 or machine.world == 1:
+            machine.stop_if_asked()
         batch = next(batches)
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
         # forward pass whether the backward pass will do so: both must run inside no_sync().
@@ -392,7 +385,7 @@ def take_step(
     grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
     del gradients  # Muon frees them while it moves the weights
     torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
-    signalled = torch.full_like(mean_loss, len(signals))
+    signalled = torch.full_like(mean_loss, len(machine.signals))
     sums = all_sum(torch.stack([mean_loss / machine.world, signalled]))
     # The norm needs no sum: each rank has that of the full gradient.
     result = torch.stack([sums[0], grad_norm])

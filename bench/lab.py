@@ -213,7 +213,8 @@ def train_all(runs: list[Run]) -> int:
     todo = {run.folder: run for run in runs if result_of(run) is None}
     print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
     exit_code = 0
-    with stop_signals() as signals:
+    signals: list[int] = []
+    with stop_signals(signals):
         for run in ProgressBar("runs", todo.values()):
             log = run.folder.with_name(
                 f"{run.folder.name}.log"

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -34,6 +34,10 @@ CONTEXT = 1.3e9
 LATER_LIBRARIES = 0.3e9  # bytes of addresses that torch takes after the start
 
 
+class Stopped(Exception):
+    """A signal has asked the run to stop. All ranks raise this at the same point."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The device and dtype of this process, and its messages to the other ranks of the run."""
@@ -45,6 +49,7 @@ class Machine:
     dtype: torch.dtype  # of autocast
     why: str  # the reason for dtype
     group: Any = None  # all ranks, for messages before and after the training loop
+    signals: list[int] = field(default_factory=list)  # that ask this process to stop
 
     @property
     def is_main(self) -> bool:
@@ -70,6 +75,17 @@ class Machine:
         except RuntimeError:  # gloo's, when the connection closes
             raise UserError("another rank of this run has ended") from None
         return values
+
+    def stop_if_asked(self) -> None:
+        """Raise Stopped, on all ranks, if a signal has arrived at any. All ranks must call this.
+
+        The hosts communicate: nothing waits for a device.
+        """
+        count = torch.tensor(len(self.signals))
+        if self.group:
+            dist.all_reduce(count, group=self.group, async_op=True).wait(LONGEST_WAIT)
+        if count.item():
+            raise Stopped
 
     def synchronize(self) -> None:
         """Wait for all work that is queued on the device, for example before a time is taken."""
@@ -305,14 +321,13 @@ class Clock:
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Catch the signals that ask the run to stop. Yield the list to which their numbers are added.
+def stop_signals(caught: list[int]) -> Iterator[None]:
+    """Catch the signals that ask the run to stop, and add their numbers to a list.
 
     They are SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning) and SIGHUP (the terminal was
     closed). The caller finishes the step, saves the run, and exits with 128 + number. A second
     Ctrl-C exits at once. If SIGHUP is already ignored, as under nohup, it stays ignored.
     """
-    caught: list[int] = []
 
     def catch(number: int, frame) -> None:
         if caught and number == signal.SIGINT:
@@ -330,7 +345,7 @@ def stop_signals() -> Iterator[list[int]]:
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, catch) for number in numbers}
     try:
-        yield caught
+        yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -3,7 +3,6 @@
 import codecs
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -19,7 +18,7 @@ from text.dataset import open_split, open_windows
 from text.tokenizer import IM_END, IM_START, Tokenizer
 from text.windows import DataSet, Documents, Loader, Windows
 from training.batches import to_batch
-from training.parallel import all_sum, any_signal, autocast
+from training.parallel import all_sum, autocast
 from training.settings import TrainConfig
 
 
@@ -122,12 +121,10 @@ def evaluate_all(
     B: int,
     machine: Machine,
     eos_id: int,
-    signals: Sequence[int],
-) -> dict[str, list[float]] | None:
+) -> dict[str, list[float]]:
     """Return the losses of evaluation_windows(): a key -> one loss for each data set.
 
-    On train.bin, as many tokens are evaluated as on val.bin. Return None if a signal has arrived at
-    any rank. signals: those of this rank.
+    On train.bin, as many tokens are evaluated as on val.bin. Raises Stopped: see Machine.
     """
     losses: dict[str, list[float]] = {}
     for key, windows_of_sets in windows.items():
@@ -137,10 +134,7 @@ def evaluate_all(
             tokens = cfg.eval_tokens
             if key == "train_eval_loss":
                 tokens = len(val.fixed_starts(tokens)) * cfg.block_size
-            loss = evaluate(model, one, tokens, B, machine, documents, signals=signals)
-            if loss is None:
-                return None
-            losses[key].append(loss)
+            losses[key].append(evaluate(model, one, tokens, B, machine, documents))
     return losses
 
 
@@ -153,11 +147,10 @@ def evaluate(
     machine: Machine,
     eos_id: int | None = None,
     bar: bool = False,
-    signals: Sequence[int] = (),
-) -> float | None:
+) -> float:
     """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: all of it).
 
-    It is NaN if none of these tokens counts, and None if a signal arrives at any rank.
+    It is NaN if none of these tokens counts. Raises Stopped if a signal arrives at any rank.
 
     The windows are always the same. The ranks take turns, with B windows each.
     eos_id: a token sees only its own document, which this token starts; None: all before it.
@@ -171,8 +164,7 @@ def evaluate(
     batches = range(machine.rank * B, math.ceil(count / turn) * turn, turn)
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
     for start in ProgressBar("evaluating", batches, disable=None if bar else True):
-        if any_signal(signals, machine):
-            return None
+        machine.stop_if_asked()
         # All batches have B windows, so that the model sees a single shape. The first windows fill
         # the last batch; their targets are set to -1, which the loss ignores.
         rows = loader.rows([(0, starts[i % count]) for i in range(start, start + B)])
@@ -193,11 +185,10 @@ def write_text(
     length: int,
     seed: int,
     machine: Machine,
-    signals: Sequence[int] = (),
-) -> str | None:
+) -> str:
     """Return the model's continuation of a prompt: `length` tokens, or fewer if the document ends.
 
-    Return None if a signal arrives at any rank. prompt: token ids.
+    Raises Stopped if a signal arrives at any rank. prompt: token ids.
     The seed of the random choices is fixed. This does not change the training, which sets a seed
     before each step.
 
@@ -213,8 +204,7 @@ def write_text(
         # A low temperature suits a model that has not learned much.
         for token in model.generate(idx, length, temperature=0.5):
             tokens.append(token)
-            if any_signal(signals, machine):
-                return None
+            machine.stop_if_asked()
     finally:
         model.train()
     # The second ends an answer. Its name is not imported, since the loop needs no text/tokenizer.

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
-from hardware.machine import LONGEST_WAIT, Machine, out_of_memory
+from hardware.machine import Machine, out_of_memory
 from model import GPT
 from training.batches import Batch
 from training.memory import Step, bytes_needed, largest_batch
@@ -34,17 +34,6 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
-
-
-def any_signal(signals: Sequence[int], machine: Machine) -> bool:
-    """Return whether a signal has arrived at any rank. All ranks must call this.
-
-    The hosts communicate: nothing waits for a device.
-    """
-    count = torch.tensor(len(signals))
-    if machine.group:
-        dist.all_reduce(count, group=machine.group, async_op=True).wait(LONGEST_WAIT)
-    return count.item() > 0
 
 
 # --------------------------------------------------------------------------------------------------
