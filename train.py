@@ -277,8 +277,8 @@ def main() -> None:
                 torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
                 state = (forward, optimizer, scaler, batches)
                 numbers = take_step(*state, plan.accum, machine, cfg.grad_clip)
-                # The only wait for the device in a step without log line, evaluation or save. It does
-                # not wait for the update of the weights.
+                # The only wait for the device in a step without a log line, evaluation or save. It
+                # does not wait for the update of the weights.
                 loss, grad_norm, signalled = numbers.wait()
                 outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
 
