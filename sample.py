@@ -219,12 +219,6 @@ def read_model(folder: Path, cfg: SampleConfig) -> tuple[GPT, Tokenizer]:
 # Continue a text
 
 
-def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
-    """Return the texts of --prompt, or the sample_prompt of the run that wrote the checkpoint."""
-    trained = read_json(folder / "train_config.json")  # {} if train.py did not write the folder
-    return list(cfg.prompt) or [str(trained.get("sample_prompt") or "")]
-
-
 def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """Return a text of the user, with U+FFFD for bytes that are not UTF-8, and its token ids."""
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
@@ -474,7 +468,8 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)
     prompts: Iterable[str] = typed_lines("you> " if cfg.chat else "prompt> ", advice)
     if not is_typed:
-        prompts = read_prompts(cfg, folder)
+        trained = read_json(folder / "train_config.json")  # {} if train.py did not write the folder
+        prompts = cfg.prompt or [str(trained.get("sample_prompt") or "")]
         for prompt in prompts:  # a prompt that is too long is an error before any output
             if conversation:
                 conversation.message("user", prompt)
@@ -487,17 +482,16 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
             print("----------------")
         if not is_typed:
             torch.manual_seed(cfg.seed)  # the texts do not depend on earlier prompts
+        if conversation and not is_typed:
+            print(f"you> {prompt}")
+            conversation.reset()
         try:
             if conversation is None:
                 continue_text(model, tokenizer, prompt, cfg)
-            elif not is_typed:
-                print(f"you> {prompt}")
-                conversation.reset()
-                conversation.answer(conversation.message("user", prompt))
-            elif prompt.strip() == "/reset":
+            elif is_typed and prompt.strip() == "/reset":
                 conversation.reset()
                 print("[a new conversation]", file=sys.stderr)
-            elif prompt.strip():
+            elif prompt.strip() or not is_typed:
                 conversation.answer(conversation.message("user", prompt.strip()))
         except UserError as e:
             if not is_typed:
