@@ -11,7 +11,7 @@ from hardware.machine import Machine, memory_capacity
 from hardware.terminal import plural
 from model import GPT, INIT, GPTConfig
 from text.windows import DataSet, Loader
-from training.huggingface import architecture_of, caveat
+from training.huggingface import ONLY_OURS, OURS, architecture_of
 from training.memory import Step, bytes_needed, largest_batch
 from training.plan import Plan
 from training.settings import TrainConfig
@@ -82,11 +82,12 @@ def rows_of_model(model: GPT, T: int) -> dict[str, str]:
     """Return the description of a model, for sequences of T tokens: heading -> text."""
     c = model.config
     n = model.num_params()
-    shape = f"{architecture_of(c).name}, {c.n_layer} layers x {c.n_embd}, {c.n_head} heads of "
+    a = architecture_of(c)
+    shape = f"{a.name}, {c.n_layer} layers x {c.n_embd}, {c.n_head} heads of "
     shape += f"{c.head_dim} ({c.n_kv_head} for keys and values), d_ff {c.d_ff}, "
     shape += f"vocabulary {c.vocab_size:,}, T = {T}"
     return {
-        "model": "; ".join(filter(None, [shape, caveat(c)])),
+        "model": f"{shape}; {ONLY_OURS}" if a is OURS else shape,
         "parameters": f"{n['total']:,}, {n['embedding'] / n['total']:.0%} of them embeddings",
     }
 

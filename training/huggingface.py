@@ -130,18 +130,6 @@ def architecture_of(c: GPTConfig) -> Architecture:
     return OURS
 
 
-def caveat(c: GPTConfig) -> str:
-    """Return a sentence on programs that cannot open a checkpoint of this shape, or ""."""
-    name = architecture_of(c).name
-    if name == OURS.name:
-        return ONLY_OURS
-    if name == "LlamaForCausalLM" and c.n_embd % c.n_head:
-        return f"transformers 5 refuses it: n_embd={c.n_embd} is no multiple of n_head={c.n_head}"
-    if name == "GPT2LMHeadModel" and c.d_ff != 4 * c.n_embd:
-        return "llama.cpp cannot load it: its GPT-2 has d_ff = 4 n_embd"
-    return ""
-
-
 # --------------------------------------------------------------------------------------------------
 # config.json
 
