@@ -6,7 +6,6 @@ comments and docstrings are not counted.
 
 import ast
 import io
-import re
 import subprocess
 import sys
 import tokenize
@@ -21,7 +20,6 @@ import train
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE.add(tokenize.ENDMARKER)
-EVENING = ["train", "model", "text.windows"]  # what a newcomer reads
 CEILING = 7_500  # lines of code of the product: all but bench/, tests/ and config/
 CEILING_OF_A_RUN = {"files": 28, "lines": 5_100}  # of ours, which a training on a CPU loads
 
@@ -84,16 +82,6 @@ def test_a_step_waits_for_the_device_once(trains, tmp_path, monkeypatch):
         counts.append(Counter(calls))
     assert counts[1] - counts[0] == Counter(wait=10), counts
     assert counts[0].keys() == {"wait", "synchronize"}
-
-
-def test_the_readme_says_how_long_the_evening_is():
-    lines = sum(len(MODULES[name].read_text(encoding="utf-8").splitlines()) for name in EVENING)
-    code = sum(code_lines(MODULES[name]) for name in EVENING)
-    forms = {"README.md": r"([\d,]+) lines, ([\d,]+) of them code"}
-    forms["README.zh.md"] = r"([\d,]+) 行，其中代码 ([\d,]+) 行"
-    for name, form in forms.items():
-        said = re.search(form, (REPO / name).read_text(encoding="utf-8"))
-        assert said and said.groups() == (f"{lines:,}", f"{code:,}"), name
 
 
 if __name__ == "__main__":
