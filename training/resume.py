@@ -207,8 +207,10 @@ def read_state(folder: Path) -> Saved:
     """
     try:
         meta = read_object(folder / "meta.json")
-        if missing := {"trained_on", "judged_by", "weights", "tokenizer"} - meta.keys():
+        if missing := {"trained_on", "judged_by", "tokenizer"} - meta.keys():
             raise ValueError(f"meta.json has no {min(missing)}")
+        # Earlier versions did not store the weights of a mixture.
+        meta = {"weights": dict.fromkeys(meta["trained_on"], "1")} | meta
         return Saved(read_object(folder / "train_config.json"), meta, load_state(folder))
     except ValueError as e:
         raise UserError(f"{folder / 'train_state.pt'}, or a .json next to it: {e}") from None
