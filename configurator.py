@@ -28,6 +28,7 @@ import operator
 import os
 import re
 import runpy
+import select
 import shutil
 import signal
 import sys
@@ -88,7 +89,7 @@ class Output(io.FileIO):
         """stream: the text stream of the file, or None if it was closed at the start."""
         self.stream = stream or open(os.devnull, "w")
         super().__init__(self.stream.fileno(), "w", closefd=False)
-        self.queue: SimpleQueue[bytes] = SimpleQueue()  # b"" is the end
+        self.queue: SimpleQueue[bytes | None] = SimpleQueue()  # None is the end
         self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
         atexit.register(self.finish)
@@ -101,15 +102,19 @@ class Output(io.FileIO):
         return len(data)
 
     def work(self) -> None:
-        while data := self.queue.get():
-            with suppress(OSError):
-                while data:
+        while (data := self.queue.get()) is not None:
+            while data:
+                try:
                     data = data[os.write(self.fileno(), data) :]
+                except BlockingIOError:  # its parent does not want to wait for the reader
+                    select.select([], [self.fileno()], [])
+                except OSError:
+                    break
 
     def finish(self) -> None:
         """Wait until all is written, unless nothing is read for three seconds."""
         left = math.inf
-        self.queue.put(b"")
+        self.queue.put(None)
         while self.thread.is_alive() and self.queue.qsize() < left:
             left = self.queue.qsize()
             self.thread.join(3)

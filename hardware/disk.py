@@ -232,6 +232,14 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 # One writer
 
 
+def leads_to(path: Path, file: os.stat_result) -> bool:
+    """Return whether a path still leads to the file or folder that it once led to."""
+    try:
+        return os.path.samestat(os.stat(path), file)
+    except OSError as e:  # another error is one of the disk, which the next write will report
+        return e.errno not in (errno.ENOENT, errno.ENOTDIR)
+
+
 class Lock:
     """The right of this process alone to write a folder, until release() or its end.
 
@@ -271,10 +279,7 @@ class Lock:
 
         It does not if the folder was moved or deleted: another process may write there now.
         """
-        try:
-            return os.path.samestat(os.stat(self.path), self.file)
-        except OSError as e:  # another error is one of the disk, which the next write will report
-            return e.errno not in (errno.ENOENT, errno.ENOTDIR)
+        return leads_to(self.path, self.file)
 
     def release(self) -> None:
         self.lock.release()

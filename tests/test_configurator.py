@@ -230,8 +230,12 @@ def unread(monkeypatch):
         yield Output(stream), reader
 
 
-def test_output_that_nobody_reads_waits_in_order_and_stops_nothing(unread):
+@pytest.mark.parametrize("blocking", [True, False])
+def test_output_that_nobody_reads_waits_in_order_and_stops_nothing(unread, blocking):
+    """Nor does a text without characters, as progress bars write it."""
     output, reader = unread
+    os.set_blocking(output.fileno(), blocking)
+    output.write(b"")
     lines = [f"line {n} 模型\n".encode() for n in range(2000)]
     stream = io.TextIOWrapper(output, "utf-8", line_buffering=True)
     for line in lines:

@@ -38,6 +38,7 @@ from hardware.disk import (
     damage,
     free_path,
     json_bytes,
+    leads_to,
     manifest,
     read_object,
     remove_files,
@@ -91,6 +92,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
+        self.made = os.stat(self.folder) if self.folder.exists() else None
 
     def save(
         self,
@@ -104,8 +106,11 @@ class Saver:
         This waits until the previous checkpoint is on the disk. Raises UserError, on all ranks, if
         a weight is not finite.
         """
-        if progress.step == self.step and all(self.machine.gather(self.owns_folder())):
-            return
+        if progress.step == self.step:
+            self.wait()
+            exists = not self.step or (self.folder / f"step_{self.step:08d}").exists()
+            if all(self.machine.gather(exists or not self.machine.is_main)):
+                return
         self.step = progress.step
         check_finite(model, self.machine, self.step)
         started = time.perf_counter()
@@ -130,7 +135,11 @@ class Saver:
 
     def owns_folder(self) -> bool:
         """Return whether this run alone writes to `folder`."""
-        return bool(self.lost) or self.report.owns_folder()
+        if self.lost:
+            return True
+        if self.made and self.folder.exists() and not leads_to(self.folder, self.made):
+            self.report.lose_folder()
+        return self.report.owns_folder()
 
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
         """Write a checkpoint, rename it, and report it.
@@ -150,6 +159,7 @@ class Saver:
         temporary = target.with_name(f".tmp_{target.name}")
         try:
             self.folder.mkdir(parents=bool(self.lost), exist_ok=True)
+            self.made = os.stat(self.folder)
             temporary.mkdir()
             save_weights(architecture_of(self.config), self.config, weights, temporary)
             for name, content in self.files.items():

@@ -227,10 +227,15 @@ class Report:
 
     def owns_folder(self) -> bool:
         """Return whether the folder is still that of this run. If it is not, the run is to end."""
-        if self.lock and not self.moved and not self.lock.is_held():
+        if self.lock and not self.lock.is_held():
+            self.lose_folder()
+        return not self.moved
+
+    def lose_folder(self) -> None:
+        """End the run after this step: its folder, or ckpt/ in it, is another one now."""
+        if not self.moved:
             self.moved = True
             os.kill(os.getpid(), signal.SIGTERM)  # all ranks finish the step, and the run is saved
-        return not self.moved
 
     def write(self, record: dict, line: str = "") -> None:
         """Report one event: a record for programs, and a line for people."""

@@ -296,8 +296,13 @@ def replaced(run: Path, other: Path) -> None:
     lock_run(run).release()
 
 
+def checkpoints_replaced(run: Path, other: Path) -> None:
+    (run / "ckpt").rename(run.with_name("ckpt elsewhere"))
+    shutil.copytree(other / "ckpt", run / "ckpt")
+
+
 @pytest.mark.parametrize("at", [6, 8], ids=["within", "at the last step"])
-@pytest.mark.parametrize("change", [moved, deleted, unlocked, replaced])
+@pytest.mark.parametrize("change", [moved, deleted, unlocked, replaced, checkpoints_replaced])
 def test_a_run_writes_no_folder_but_its_own(
     finished, trains, tmp_path, monkeypatch, refuses, change, at
 ):
@@ -314,9 +319,11 @@ def test_a_run_writes_no_folder_but_its_own(
         poison(patch, 2 * at - 2, change=interrupt)
         error = refuses(lambda: trains("--keep=1", "--max_steps=12"))
     assert "--run_name=run_moved2" in error
-    if change is replaced:
-        assert visible(run) == visible(finished)
-    assert not run.exists() or change in (replaced, unlocked)
+    if change in (replaced, checkpoints_replaced):
+        assert visible(run / "ckpt") == visible(finished / "ckpt")
+    assert run.exists() == (change not in (moved, deleted))
+    # ckpt/ is looked at when a checkpoint is due.
+    at = 8 if change is checkpoints_replaced else at
     assert saved(tmp_path / "run_moved2").name == f"step_0000000{at}"
     trains("--run_name=run_moved2", "--init_from=resume", "--max_steps=12")
     assert same(tmp_path / "run_moved2", straight, 12)
@@ -341,6 +348,23 @@ def test_a_signal_whose_save_finds_the_folder_gone_is_saved(trains, tmp_path, mo
     poison(monkeypatch, 10, change=interrupt)
     assert "run_moved" in refuses(trains)
     assert saved(tmp_path / "run_moved").name == "step_00000005"
+
+
+def test_a_checkpoint_that_somebody_deleted_is_saved_again(trains, tmp_path, monkeypatch):
+    """The signal comes in the step after it was saved, whose checkpoint is the run's progress."""
+    straight = trains().rename(tmp_path / "straight")
+
+    def interrupt(loss):
+        shutil.rmtree(tmp_path / "run" / "ckpt")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        poison(patch, 8, change=interrupt)  # the first micro-step of step 5
+        trains("--save_every=4")
+    assert saved(tmp_path / "run").name == "step_00000004"
+    trains("--init_from=resume")
+    assert same(tmp_path / "run", straight)
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
