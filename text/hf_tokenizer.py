@@ -152,9 +152,9 @@ def described(tokenizer: HuggingFace, files: dict[str, bytes]) -> bytes:
     """
     names = ("special_tokens_map.json", "tokenizer_config.json")
     named, config = (json.loads(files.get(name, "{}")) for name in names)
-    made = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
-    made |= dict(eos_token=tokenizer.eos, pad_token=tokenizer.eos)
-    return json_bytes({k: v for k, v in made.items() if k not in named} | config)
+    made = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=tokenizer.eos)
+    missing = {key: value for key, value in made.items() if key not in named | config}
+    return json_bytes(config | missing) if missing else files[names[1]]
 
 
 def only_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
