@@ -399,7 +399,7 @@ def given_settings(
         if other in values and options.get(other, values[other]) != values[other]:
             values.pop(key, None)
     for key, value in options.items():  # after all files, wherever these are on the command line
-        set_value(cls, values, key, value, f"--{key}")
+        set_value(cls, values, key, value, "command line")
     # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.
     return {k: os.path.expanduser(v) if k.endswith("_dir") else v for k, v in values.items()}
 

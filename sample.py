@@ -158,7 +158,8 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     run = Path(cfg.ckpt) if cfg.ckpt else newest_run(Path(cfg.out_dir))
     if run is None or not run.exists():
         raise UserError(f"--ckpt {run or cfg.out_dir}: no such folder, or no run in it")
-    if run.suffix == NANOGPT or (run / "config.json").exists():
+    is_model = any((run / name).exists() for name in ("config.json", "adapter_config.json"))
+    if run.suffix == NANOGPT or is_model:
         return run, str(run)
     losses = losses_of(run)
     best = min(losses, key=losses.__getitem__, default=None)

@@ -299,6 +299,8 @@ DRAWN = [  # the documents, block_size, loss_on, the prompt
     (TOLD, 64, "all", "Let me"),
     (TOLD, 4, "all", ""),
     (CHINESE, 256, "all", CHINESE["text"][:32]),
+    ({"text": "docs/basic/selection-sort"}, 128, "all", "docs/basic"),
+    ({"text": "(" + "ab" * 40}, 128, "all", "(" + "ab" * 7 + "a"),
     (ASKED, 256, "answers", "Why is"),
     (SYSTEM, 256, "all", "Why is"),
 ]

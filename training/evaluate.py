@@ -3,6 +3,7 @@
 import codecs
 import itertools
 import math
+import re
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -58,7 +59,9 @@ def first_words(data: DataSet, tokenizer: Tokenizer, limit: int) -> str:
     text = tokenizer.decode([*itertools.takewhile(lambda i: i != data.meta["eos_id"], ids)])
     question = text.partition(f"{IM_START}user\n")[2].partition(IM_END)[0]
     line = (question or text).strip().partition("\n")[0]
-    return line if len(line) <= limit else line[:limit].rsplit(" ", 1)[0]
+    # In Chinese and Japanese, a word may end after any character.
+    whole = re.match(rf".{{0,{limit}}}(?![^\W\u3040-\u9fff])", line)
+    return (whole and whole[0].rstrip()) or line[:limit]
 
 
 def prompt_ids(

@@ -378,7 +378,7 @@ def read_shape(path: str | Path) -> GPTConfig:
         if (path / "adapter_config.json").exists():
             advice = "save the whole model: merge_and_unload().save_pretrained(FOLDER)"
             raise UserError(f"{path}: a LoRA adapter of peft, without its model; {advice}")
-        raise UserError(f"{path}: {problem}; nothing is downloaded")
+        raise UserError(f"{path}: {problem}; train it or copy it first: nothing is downloaded")
     with file_errors(path / "config.json"):
         return from_config(read_object(path / "config.json"))
 

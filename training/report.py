@@ -331,7 +331,7 @@ def first_records(
     started = [r["settings"] for r in before if "settings" in r and r["step"] >= step]
     of_last = {k: v for k, v in (started or [{}])[-1].items() if k not in RUN_SETTINGS}
     if gone := [f"{k}={v}" for k, v in of_last.items() if settings.get(k, v) != v]:
-        problem = f"the last start had {', '.join(gone)}, but saved no checkpoint"
+        problem = f"the last start had {', '.join(gone)}, but left no intact checkpoint"
         note(f"{problem}: to keep these settings, give them again")
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):

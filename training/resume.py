@@ -87,7 +87,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the folder of the model to fine-tune, and with its block_size if needed.
 
     The default block_size is lowered to the context of the model; a given one stays. The folder of
-    a run means its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
+    a run means its newest checkpoint. Raises UserError if the model cannot be read.
     """
     init_from = options.get("init_from", "scratch")
     if init_from == "scratch":
@@ -95,10 +95,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     if newest := newest_checkpoint(Path(init_from) / "ckpt"):
         init_from = str(newest)
         options = options | {"init_from": init_from}
-    try:
-        context = read_shape(init_from).block_size
-    except UserError:
-        return options
+    context = read_shape(init_from).block_size
     return {"block_size": min(TrainConfig().block_size, context)} | options
 
 
@@ -167,7 +164,9 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     if cfg.resume == "yes":
         advice = "--init_from=auto starts the run"
         if newest := newest_run(Path(cfg.out_dir)):
-            advice += f", --run_name={newest.name} is the newest run"
+            advice = (
+                f"with a length, name the run: --run_name={newest.name} is the newest; {advice}"
+            )
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     note(f"there is no checkpoint in {folder}: the run starts from {model or 'random weights'}")
     return model

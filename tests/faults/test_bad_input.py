@@ -35,6 +35,8 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     shutil.copytree(ckpt, root / "no_tokenizer")
     (root / "no_tokenizer" / "manifest.json").unlink()  # so that no hash of its files is checked
     (root / "no_tokenizer" / "tokenizer.model").unlink()
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text("{}")
     put_data_sets(root / "data")
     shutil.copytree(root / "out", root / "log")
     (root / "log" / "run" / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2}\n')
@@ -87,6 +89,7 @@ TRAIN = {
     "--init_from=resume": "{new}/run/ckpt",
     "--init_from=nowhere": "nowhere: not a model folder on this disk",
     "--init_from={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
+    "--init_from={root}/adapter --max_steps=0": "merge_and_unload()",
     "--init_from={gpt2} --block_size=64": "block_size=64",
     "--init_from={gpt2} --rope_scaling=linear:2": "rope",
     "--out_dir={out}": "--overwrite",
@@ -96,6 +99,7 @@ TRAIN = {
 SAMPLE = {
     "--ckpt=nowhere": "--ckpt nowhere: no such folder",
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
+    "--ckpt={root}/adapter": "merge_and_unload()",
     "--tokenizer=nothing": "--tokenizer nothing",
     "--eval={data}/nothing": "{data}/nothing",
     "--eval={data}/changed": "changed/val.bin",
