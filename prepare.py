@@ -130,7 +130,7 @@ def make_data_set(cfg: PrepareConfig) -> None:
         meta = write_set(cfg, sources, skipped, new)
         if not lock.is_held():
             raise UserError(f"{scratch} was moved or deleted: run the same command again")
-        text = f"\n{report.summary(meta, target)}\n{report.first_document(new, meta)}"
+        text = f"{report.summary(meta, target)}\n{report.first_document(new, meta)}"
         replace(target, new, meta)
     except OSError as e:
         e.filename = e.filename or str(scratch)  # the error of a full disk has no name

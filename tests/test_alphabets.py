@@ -75,12 +75,18 @@ def test_a_wrong_vocab_size_is_answered_with_one_that_fits(tmp_path, refuses):
     corpus = write_texts(tmp_path / "c.jsonl", [record_text(r)[0] for r in make_records(40)])
     options = ["--input", corpus, f"--data_dir={tmp_path}"]
     assert "vocab_size" in refuses(prepare.main, *options, "--vocab_size=262")
-    for size in (263, 9999):
+    for size, bound in ((263, "more"), (9999, "less")):
         error = refuses(prepare.main, *options, f"--vocab_size={size}")
-        call(prepare.main, *options, re.search(r"--vocab_size=\d+(?=,)", error)[0])
+        call(prepare.main, *options, re.search(rf"--vocab_size=\d+(?= or {bound})", error)[0])
 
 
 # -- elsewhere --
+
+
+def test_settings_that_a_tokenizer_ignores_are_named(tmp_path, capsys):
+    for options in ({"vocab_size": 600}, {}):
+        made(tmp_path, [PLAY], "char", **options)
+        assert ("vocab_size" in capsys.readouterr().err) == bool(options)
 
 
 def test_lost_characters_of_other_texts_are_counted(tmp_path, capsys):

@@ -258,7 +258,7 @@ def test_a_brace_in_fields_that_is_not_around_a_name_is_refused(tmp_path, refuse
 UNREAD = [
     ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51"]),
     ({"messages": [{"role": "user", "content": "?"}]}, [], ["without an answer", "c.jsonl:51"]),
-    ({"question": "?"}, [], ["{question}", "--fields=NAME"]),
+    ({"question": "?"}, [], ["{question}", "--fields=question,NAME"]),
     (["text"], ["--max_bad=0"], ["c.jsonl:51", "--max_bad", "--format=json"]),
     ({"text": {"a": "b"}}, ["--max_bad=0"], ["c.jsonl:51: text is a dict"]),
     ({"messages": []}, ["--max_bad=0"], ["c.jsonl:51: a conversation without messages"]),

@@ -320,7 +320,7 @@ def test_eos_is_named_by_a_file_or_an_option_or_its_name(
         assert "--eos" in refuses(lambda: prepared(tmp_path, make_records(30), *options))
         return
     prepared(tmp_path, make_records(30), *options)
-    assert bool(named or option) != ("no file names its eos" in capsys.readouterr().err)
+    assert bool(named or option) != ("no file names the eos" in capsys.readouterr().err)
     for ours in (find(folder, option), load_tokenizer(tmp_path / "tiny")):
         assert ours.library.id_to_token(ours.eos_id) == right
         assert ours.encode("the").tolist() == find(folder, "x1").encode("the").tolist()

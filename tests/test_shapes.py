@@ -207,6 +207,23 @@ def test_an_unreadable_conversation_is_named_with_its_reason(record, chat, parts
     assert all(part in str(refusal.value) for part in parts)
 
 
+ADVICE = [
+    ({"Question": "q", "Options": ["b", "c"], "Answer": "A"}, "'{Question} {Options} {Answer}'"),
+    ({"Question": "q", "Answer": ["a", "b"]}, "--fields=Question,Answer.0 "),
+    ({"question": "q", "context": "c", "answers": {"text": ["a"]}}, "--fields=question,NAME"),
+    ({"Prompt": "q", "chosen": "a", "rejected": "b"}, "--fields=Prompt,NAME"),
+    ({"total": "2", "data": [{"text": "a"}]}, "jq -c '.NAME[]'"),
+]
+
+
+@pytest.mark.parametrize("record, advice", ADVICE)
+def test_a_bad_record_s_reason_has_options_that_fit_it(record, advice):
+    with pytest.raises(ValueError) as refusal:
+        record_text(record)
+    assert advice in str(refusal.value)
+    assert ("jq" in advice) == ("jq" in str(refusal.value))
+
+
 LOST = {"title": "a", "text": "some text", "notes": "that is much longer than the text is"}
 
 

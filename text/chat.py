@@ -65,7 +65,7 @@ def turns_of(messages: list[dict]) -> list[Turn]:
         name, content = message["role"], message["content"]
         is_empty = not content.strip()
         if name.lower() in TOOLS or (is_empty and any(map(message.get, CALLS))):
-            raise ValueError(f"message {number}, of the {name}, is of a tool call: not supported")
+            raise ValueError(f"message {number}, of role {name}: tool calls are not supported")
         role = ROLES.get(name.lower())
         if role is None:
             raise ValueError(

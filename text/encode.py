@@ -120,7 +120,8 @@ class Encoder:
             return encoded[0].astype(self.dtype)
         ids = chatml_ids(self.tokenizer)
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
-            problem = f"it lacks {IM_START} and {IM_END}, or adds or strips spaces beside them"
+            spaces = f"it adds spaces to texts, or its eos is {IM_END}"
+            problem = spaces if ids else f"it lacks {IM_START} and {IM_END}, or they strip spaces"
             raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: use --tokenizer=train")
         parts = iter(encoded)
         joined = []

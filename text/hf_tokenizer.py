@@ -311,12 +311,11 @@ def eos_of(folder: Path, named: str, content: dict, added: list[dict]) -> str:
     usual = [name for name in names if re.fullmatch(EOS, name, re.IGNORECASE)]
     usual = usual or [name for name in names if name == "[SEP]"]
     if len(usual) != 1:
-        advice = "give --eos=NAME; a new name is added"
-        raise ValueError(
-            f"no file names its eos, {len(usual)} tokens are called like one: {advice}"
-        )
+        problem = f"tokens with a usual name: {', '.join(sorted(usual)) or 'none'}"
+        advice = "give --eos=NAME, which is added if it is new"
+        raise ValueError(f"no file names the eos; {problem}: {advice}")
     if not named:
-        note(f"{folder}: no file names its eos: {usual[0]} is taken; --eos=NAME takes another")
+        note(f"{folder}: no file names the eos: {usual[0]} is taken; --eos=NAME takes another")
     return usual[0]
 
 

@@ -109,7 +109,7 @@ def check_unread(tally: Tally, cfg: PrepareConfig) -> None:
     if unread.total() > read and not (cfg.fields or cfg.allow_unread):
         most = ", ".join(f"{path} ({size:,})" for path, size in unread.most_common(5))
         problem = f"{unread.total():,} characters are not read, and {read:,} are: {most}"
-        ways = "name the fields by --fields=NAME,NAME, or give --allow_unread"
+        ways = "give --allow_unread, or choose by --fields=NAME,NAME (not in conversations)"
         raise UserError(f"--input: {problem}: {ways}")
 
 
@@ -228,7 +228,7 @@ def to_utf8(text: str, encoding: str) -> bytes:
         # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
         problem = f"a byte of another --encoding than {encoding}, or half a character"
         if name := chinese_encoding(text, encoding):
-            problem = f"it is in {name}: give --encoding={name}, or iconv -f {name} -t utf-8 FILE"
+            problem = f"in {name}: iconv -f {name} -t utf-8 FILE, or, if all are, --encoding={name}"
         raise ValueError(problem, text.count("\n", 0, e.start) + 1) from None
 
 

@@ -105,10 +105,10 @@ def summary(meta: dict, folder: Path) -> str:
         lines.append(f"  {split:<6} {documents:>20} {tokens} {s['bytes']:>14,} bytes of text")
         if "answers" in s:
             n = s["answers"]["tokens"]
-            fraction = f"{n / s['tokens']:.0%}; [[ ]] below"
+            fraction = f"{n / s['tokens']:.0%}{'; [[ ]] below' if split == 'train' else ''}"
             lines.append(f"         --loss_on=answers learns {n:,} tokens of them ({fraction})")
     if few := meta.get("few_documents"):
-        lines.append(f"  {plural(few, 'document')}, split by tokens: the last of them become val")
+        lines.append(f"  {plural(few, 'document')}, split by tokens: the last tokens are val.bin")
     characters, tokens = (sum(s[k] for s in splits.values()) for k in ("characters", "tokens"))
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
     # Data sets of earlier versions also have a histogram here.

@@ -190,7 +190,7 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str, dict[str, int]
 def shaped_text(item: Fields) -> tuple[str, list[str]]:
     """Return the text of a record, and the names of the fields that it was made of."""
     if "content" in item.names and str(item.value("role")).lower() in ROLES:
-        raise ValueError("a message alone: put all messages of a conversation into one list")
+        raise ValueError("a single message: put all messages of a conversation into one list")
     name, names = item.first(TEXTS), question_and_answer(item)
     has_text = holds_text(item.value(name))
     if names and (not has_text or name in names):
@@ -205,8 +205,13 @@ def shaped_text(item: Fields) -> tuple[str, list[str]]:
         return titled_text(item, name)
     if any(item.value(name) == [] for name in CONVERSATIONS):
         raise ValueError("a conversation without messages")
-    advice = "name others by --fields=NAME,NAME; jq -c '.NAME[]' FILE prints the records of a list"
-    raise ValueError(f"{listed(item.record)} has no text in a known field: {advice}")
+    problem, advice = "no text in a known field", "name others by --fields=NAME,NAME"
+    if name := item.first(PAIRS[1][0]):
+        problem = "a question without an answer in a known field"
+        advice = f"name it by --fields={item.names[name]},NAME, where NAME may be a.b or a.0"
+    elif any(isinstance(x, list) and x and type(x[0]) is dict for x in item.record.values()):
+        advice += "; jq -c '.NAME[]' FILE prints the records of a list"
+    raise ValueError(f"{listed(item.record)} has {problem}: {advice}")
 
 
 def titled_text(item: Fields, name: str) -> tuple[str, list[str]]:
@@ -229,14 +234,16 @@ def question_and_answer(item: Fields) -> list[str]:
             break
     else:
         return []
-    fields = f"--fields={question},{answer}"
+    named, full = item.names[question], item.names[answer]
+    fields = f"--fields={named},{full}"
     others = {*questions, *answers} - {question, answer, *CONTEXTS}
     others -= {"answer"} if answer == "solution" else set()
     if others := [name for name in others if holds_text(item.value(name))]:
         raise ValueError(f"{', '.join(sorted(others))} beside {question} and {answer}: {fields}")
     if choices := [name for name in CHOICES if item.value(name)]:
-        template = f"--fields='{{{question}}} ... {{{answer}}}'"
-        raise ValueError(f"{min(choices)} beside {question} and {answer}: write a {template}")
+        problem = f"{min(choices)} beside {question} and {answer}: write them into one text"
+        template = f"{{{named}}} {{{item.names[min(choices)]}}} {{{full}}}"
+        raise ValueError(f"{problem}, as by --fields='{template}'")
     texts = item.value(answer) if isinstance(item.value(answer), list) else [item.value(answer)]
     if len(texts) > 1:
         problem = f"{answer} is a list of {len(texts)} answers, not one"

@@ -433,8 +433,8 @@ class HuggingFace(Shared):
 
     def encode_slice(self, text: str) -> np.ndarray:
         [encoding] = self.library.encode_batch_fast([text], add_special_tokens=False)
-        if not self.forged.isdisjoint(encoding.ids):
-            raise ValueError("its tokenizer makes a special token of a name in it")
+        if forged := self.forged.intersection(encoding.ids):
+            raise ValueError(f"{self.library.id_to_token(min(forged))} in it is a special token")
         return np.array(encoding.ids, np.uint32)
 
     def decode(self, ids: list[int]) -> str:

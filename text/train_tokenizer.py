@@ -7,7 +7,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from configurator import UserError
+from configurator import UserError, changes, note
 from hardware.disk import file_sha256
 from text.formats import Chunk
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
@@ -31,6 +31,8 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     A trained tokenizer depends on the input and the settings alone.
     """
     path = folder / SentencePiece.file
+    if cfg.tokenizer != "train" and (given := changes(cfg).keys() & {"vocab_size", "train_mb"}):
+        note(f"--tokenizer={cfg.tokenizer} ignores {', '.join(sorted(given))}")
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
@@ -106,8 +108,8 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
         reason = str(e).split("] ")[-1] or str(e)
         # SentencePiece's advice names settings that prepare.py does not have.
         if fits := re.search(r"(required_chars. \d+ vs|set it to a value <=) (\d+)", reason):
-            other = "byte" if "required_chars" in reason else "char"
-            reason = f"for this input give --vocab_size={fits[2]}, or --tokenizer={other}"
+            bound = "more" if "required_chars" in reason else "less"
+            reason = f"for this input give --vocab_size={fits[2]} or {bound}"
         raise UserError(f"--vocab_size={vocab_size}: {reason}") from None
 
 
