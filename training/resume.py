@@ -164,9 +164,7 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     if cfg.resume == "yes":
         advice = "--init_from=auto starts the run"
         if newest := newest_run(Path(cfg.out_dir)):
-            advice = (
-                f"with a length, name the run: --run_name={newest.name} is the newest; {advice}"
-            )
+            advice += f"; with a length, name the run: --run_name={newest.name} is the newest"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     note(f"there is no checkpoint in {folder}: the run starts from {model or 'random weights'}")
     return model
