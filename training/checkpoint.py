@@ -106,10 +106,10 @@ class Saver:
         This waits until the previous checkpoint is on the disk. Raises UserError, on all ranks, if
         a weight is not finite.
         """
-        if progress.step == self.step:
-            self.wait()
+        if progress.step == self.step:  # somebody may have deleted it
             exists = not self.step or (self.folder / f"step_{self.step:08d}").exists()
-            if all(self.machine.gather(exists or not self.machine.is_main)):
+            is_written = exists or bool(self.writing and not self.writing.done())
+            if all(self.machine.gather(is_written or not self.machine.is_main)):
                 return
         self.step = progress.step
         check_finite(model, self.machine, self.step)
