@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -128,9 +129,11 @@ def stop(process: Popen, number: int) -> None:
 
 
 def steps_done(out: Path) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        return json.loads((out / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    return 0
+    text = ""
+    with suppress(OSError, ValueError):
+        text = (out / "run" / "metrics.jsonl").read_text()
+    # The last record may be of an earlier step: saves end while training goes on.
+    return max(map(int, re.findall(r'"step": (\d+)', text)), default=0)
 
 
 def wait_for(process: Popen, condition, seconds: float = 240) -> None:
