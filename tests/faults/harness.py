@@ -12,7 +12,6 @@ optimizer, and for every step exactly one record with the same loss, norm and va
 """
 
 import fcntl
-import json
 import os
 import random
 import re
