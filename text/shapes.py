@@ -20,6 +20,7 @@ what was read. unread() returns the rest of the record, which the report counts.
 import itertools
 import math
 import re
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -264,16 +265,17 @@ def read_sections(item: Fields) -> list[tuple[str, str]]:
     sections = item.value("sections")
     if not isinstance(sections, list | None):
         raise ValueError(f"sections is a {type(sections).__name__}, not a list of sections")
+    sections = sections or []
+    with suppress(KeyError, TypeError):  # {title, content} alone: read three times as fast
+        pairs = [(record["title"], record["content"]) for record in sections]
+        kinds = set(map(type, itertools.chain.from_iterable(pairs)))
+        if kinds == {str} and sum(map(len, sections)) == 2 * len(pairs):
+            item.read.add((id(item.record), item.names["sections"]))
+            return pairs
     pairs = []
-    for number, record in enumerate(sections or ()):
+    for record in sections:
         if not isinstance(record, dict):
             raise ValueError(f"a section is a {type(record).__name__}, not an object")
-        title, text = record.get("title"), record.get("content")
-        is_usual = len(record) == 2  # most are: they are read three times as fast
-        if is_usual and isinstance(title, str) and isinstance(text, str):
-            pairs.append((title, text))
-            item.read.add((id(sections), number))
-            continue
         section = Fields(record, item.read)
         title, text = section.take(section.first(HEADINGS)), section.take(section.first(PARAGRAPHS))
         inner = read_sections(section) if "sections" in section.names else []
