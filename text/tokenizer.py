@@ -433,9 +433,10 @@ class HuggingFace(Shared):
 
     def encode_slice(self, text: str) -> np.ndarray:
         [encoding] = self.library.encode_batch_fast([text], add_special_tokens=False)
-        if forged := self.forged.intersection(encoding.ids):
+        ids = encoding.ids  # a new list each time
+        if forged := self.forged.intersection(ids):
             raise ValueError(f"{self.library.id_to_token(min(forged))} in it is a special token")
-        return np.array(encoding.ids, np.uint32)
+        return np.array(ids, np.uint32)
 
     def decode(self, ids: list[int]) -> str:
         return self.library.decode(ids, skip_special_tokens=False)
