@@ -275,8 +275,9 @@ def main() -> None:
                 # The seed of dropout depends on the step and the rank, but not on the step at which
                 # the run was resumed. No two ranks share a seed: 1,000,003 exceeds their number.
                 torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
-                state = (forward, optimizer, scaler, batches)
-                numbers = take_step(*state, plan.accum, machine, cfg.grad_clip)
+                numbers = take_step(
+                    forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
+                )
                 # The only wait for the device in a step without a log line, evaluation or save. It
                 # does not wait for the update of the weights.
                 loss, grad_norm, signalled = numbers.wait()

@@ -223,7 +223,7 @@ def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, tra
     ours = find(folder)
     prefix = {"llama2": [2], "llama3": [1], "bert": [1]}.get(kind, [])
     assert (ours.vocab_size, ours.prefix) == (len(auto), prefix)
-    assert (ours.adds_space, ours.drops) == (kind in ("llama2", "prefix"), False)
+    assert (ours.adds_space, ours.lacks) == (kind in ("llama2", "prefix"), b"")
     for text in [*MIXED, "the <|im_end|> of <|bos|>"]:
         ids = ours.encode(text).tolist()
         want = auto(text, split_special_tokens=True, add_special_tokens=False).input_ids
@@ -353,7 +353,7 @@ def test_names_of_own_special_tokens_stay_text_and_are_counted(tmp_path):
     assert list(records["changed"].values()) == [10] and records["bad"] == {}
     ours = find(folder)
     assert ours.special["<repo_name>"] == 700 and 700 not in ours.encode("a<repo_name>b")
-    assert ours.vocab_size == 701 and ours.drops
+    assert ours.vocab_size == 701 and ours.lacks
 
 
 def test_two_tokenizers_of_a_folder_that_disagree_are_noted(tmp_path, capsys):

@@ -23,14 +23,9 @@ import numpy as np
 from text.tokenizer import IM_END, IM_START, Tokenizer
 
 # Names of the roles in other data sets -> the role.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-}
-ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant")
+ROLES = dict.fromkeys(("system", "developer"), "system") | dict.fromkeys(("user", "human"), "user")
+BOTS = ("assistant", "gpt", "bot", "chatgpt", "bing", "bard", "model")
+ROLES |= dict.fromkeys(BOTS, "assistant")
 # What tells the messages of a tool call: their roles, and fields of a message without a text.
 TOOLS = ("tool", "function", "observation", "function_call", "tool_call", "ipython")
 CALLS = ("tool_calls", "function_call")
@@ -68,9 +63,8 @@ def turns_of(messages: list[dict]) -> list[Turn]:
             raise ValueError(f"message {number}, of role {name}: tool calls are not supported")
         role = ROLES.get(name.lower())
         if role is None:
-            raise ValueError(
-                f"message {number}, of {name:.40}, is not of system, user or assistant"
-            )
+            problem = "is not of system, user or assistant"
+            raise ValueError(f"message {number}, of {name:.40}, {problem}")
         if role == "system" and number == 1 and is_empty:
             continue
         expected = "user" if not turns or turns[-1][0] != "user" else "assistant"

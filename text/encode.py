@@ -75,14 +75,16 @@ class Encoder:
                 tally.dropped[f"fewer than {plural(least, 'token')}"] += 1
                 continue
             digest = hashlib.sha256(document.utf8).digest()
+            lacks = self.tokenizer.lacks
+            is_lossy = lacks != b"" and document.utf8.translate(None, lacks) != document.utf8
             # One document in 64, and each book: it may be all there is. Longer ones take memory.
-            checked = digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20
+            is_checked = is_lossy or digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20
             if self.tokenizer.unk_id in tokens:
                 tally.changed[LOST] += 1
-            elif checked or self.tokenizer.drops:
+            elif is_checked:
                 tally.checked += 1
                 if [self.tokenizer.decode(part.tolist()) for part in encoded] != document.texts:
-                    tally.changed[LOST if self.tokenizer.drops else OTHER] += 1
+                    tally.changed[LOST if is_lossy else OTHER] += 1
             # Only the hash of its text decides the split of a document: if files are added or
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64

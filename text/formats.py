@@ -188,14 +188,16 @@ def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
         return
     lines = enumerate(lines_of(f, limit), 1)
     for is_blank, block in itertools.groupby(lines, lambda numbered: numbered[1].isspace()):
-        for number, text in () if is_blank else block:
-            for _, line in block if cfg.txt == "block" else ():
-                if len(text) <= limit:  # else it is not kept: it may be the rest of the file
-                    text += line
+        if is_blank:
+            continue
+        for number, text in block:
+            if cfg.txt == "block":
+                for _, line in block:  # the rest of it
+                    if len(text) <= limit:  # else it is not kept: it may be the rest of the file
+                        text += line
             # The last line end is removed: the block at the end of a file may have none, and equal
             # blocks must give equal texts.
-            document = text.removesuffix("\n") if len(text) <= limit else limited(text, limit)
-            yield f"{source.name}:{number}", document
+            yield f"{source.name}:{number}", limited(text.removesuffix("\n"), limit)
 
 
 # --------------------------------------------------------------------------------------------------

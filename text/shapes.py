@@ -4,12 +4,12 @@ They are tried in this order. Names are compared without case, and a field that 
 as missing.
 
     conversation   the first of CONVERSATIONS, a list of messages, after the field `system`; or a
-                   line that is such a list
-    dialogue       with --chat: a question and its answer, as below
+                   line that is such a list; with --chat, also a question and its answer
+    question       a text of TEXTS, unless it holds the answer already; the question, CONTEXTS and
+                   the answer, by the names of PAIRS
     text           `title`, `abstract`, and the first of TEXTS; a `summary` of it is not read
-    question       the first of TEXTS, if it does not hold the answer already; the first of
-                   QUESTIONS, `context` and `input`; the first of ANSWERS
     encyclopedia   `title`, `summary` or `abstract`, and the sections, which may have sections
+    others         `title`, and `abstract` or `completion`
 
 --fields names other fields in place of these. Anything else is a bad record.
 

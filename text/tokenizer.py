@@ -70,7 +70,7 @@ class Shared:
 
     unk_id = -1
     adds_space = False  # before a text
-    drops = False  # leaves out a character that it has no token for
+    lacks = b""  # bytes of UTF-8 that it has no token for, and leaves out
     special: dict[str, int]
     added: dict[str, int] = {}
 
@@ -419,12 +419,14 @@ class HuggingFace(Shared):
         self.unk_id = -1 if unk_id is None else unk_id
         # A WordLevel or Unigram model may have the name of a special token as a word.
         self.forged = {*self.special.values()} - {self.unk_id} | {self.eos_id}
-        has_bytes = model.get("byte_fallback") or vocab.keys() >= CHAR_TO_BYTE.keys()
-        self.drops = self.unk_id < 0 and not has_bytes
         steps = json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
         self.is_byte_level = '"ByteLevel"' in steps
         if self.is_byte_level:
             library.decoder = tokenizers.decoders.ByteLevel()
+        if self.unk_id < 0 and not model.get("byte_fallback"):
+            known = vocab.keys() if self.is_byte_level else ()
+            # No UTF-8 has 0xFF, which stands for the special tokens of a document.
+            self.lacks = bytes(b for c, b in CHAR_TO_BYTE.items() if c not in known and b < 0xFF)
         first = library.encode("a \u0378")  # raises, if nothing is there for unknown characters
         size = [*first.special_tokens_mask, 0].index(0)
         self.prefix = first.ids[:size] if prefix is None else prefix
