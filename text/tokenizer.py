@@ -24,6 +24,7 @@ import json
 import os
 import re
 import unicodedata
+from array import array
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -438,7 +439,7 @@ class HuggingFace(Shared):
         ids = encoding.ids  # a new list each time
         if forged := self.forged.intersection(ids):
             raise ValueError(f"{self.library.id_to_token(min(forged))} in it is a special token")
-        return np.array(ids, np.uint32)
+        return np.frombuffer(array("I", ids), np.uint32)  # a third of the time of np.array(ids)
 
     def decode(self, ids: list[int]) -> str:
         return self.library.decode(ids, skip_special_tokens=False)
