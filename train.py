@@ -29,7 +29,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import UserError, given_settings, row, run
-from hardware.disk import MANIFEST, code_sha256, damage, file_sha256
+from hardware.disk import Lock, code_sha256
 from hardware.kernels import pick_kernels
 from hardware.machine import (
     Clock,
@@ -78,9 +78,11 @@ from training.parallel import (
     check_capacity,
     compile_now,
     fits,
+    full_weights,
     halve_batch,
     is_sharded_run,
     plan_run,
+    sync_gradients,
     wrap,
 )
 from training.plan import Progress, lr_at, momentum_at
@@ -98,17 +100,17 @@ def main() -> None:
 
     # ---- Rank 0 locks the folder of the run, and decides what the run starts from (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. Then it broadcasts this.
-    # known: the recorded results of these weights, so that nothing is evaluated twice.
+    # recorded: the results of these weights that are known, so that nothing is evaluated twice.
     folder = Path(cfg.out_dir) / cfg.run_name
     init_path = lock = None
-    known = {}
+    recorded = {}
     if machine.is_main:
         lock = lock_run(folder)
         init_path = resume.find_start(cfg, folder)
-        known = resume.known_results(init_path, folder)
+        recorded = resume.recorded_results(init_path, folder)
         cfg = replace(resume.with_data(cfg), resume="no")  # init_path is the decision
-    cfg, init_path, known = machine.broadcast((cfg, init_path, known))
-    resumes = "saved" in known
+    cfg, init_path, recorded = machine.broadcast((cfg, init_path, recorded))
+    resumes = "saved" in recorded
 
     # ---- Data: memory maps of the token files, and the windows to read from them. One process on
     # each computer verifies the files.
@@ -131,12 +133,11 @@ def main() -> None:
             model.init_weights(cfg.init)
         elif resumes:
             # Rank 0 has verified the files on its computer. The other computers do it here.
-            if machine.local_rank == 0 and not machine.is_main and (problem := damage(init_path)):
-                raise UserError(f"{problem}: all computers must have the same checkpoint")
-            saved = resume.read_state(init_path)
+            elsewhere = machine.local_rank == 0 and not machine.is_main
+            saved = resume.read_state(init_path, verify=elsewhere)
             model = from_pretrained(init_path, verify=False, dropout=cfg.dropout)
             resume.check_fits(init_path, saved, model.config, cfg, sets)
-            progress, known = resume.progress_of(saved, cfg, sets, known)
+            progress, recorded = resume.progress_of(saved, cfg, sets, recorded)
             cfg = resume.with_origin(cfg, saved)
         else:
             model = resume.model_to_tune(init_path, cfg, sets, verify=machine.local_rank == 0)
@@ -145,19 +146,9 @@ def main() -> None:
             model.to(machine.device)
 
     # ---- All ranks must have the same files and programs. The smallest memory limits the batch.
-    facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
-    facts |= {"code": code_sha256()} | resume.data_hashes(sets)
-    changed_code = progress.code not in ("", facts["code"])
-    progress.code = facts["code"]
-    if init_path and (init_path / MANIFEST).exists():
-        facts["checkpoint"] = file_sha256(init_path / MANIFEST)
-    gathered = machine.gather((facts, memory_capacity(machine.device)))
-    facts_of_ranks, capacities = zip(*gathered, strict=True)
-    for rank, there in enumerate(facts_of_ranks):
-        for name, fact in facts_of_ranks[0].items():
-            if there.get(name) != fact:
-                raise UserError(f"rank {rank}: {name} is {there.get(name)}, on rank 0 {fact}")
-    capacity = min(capacities)
+    code = code_sha256()
+    machine.require_same(resume.facts_of_rank(machine, code, sets, init_path))
+    capacity = min(machine.gather(memory_capacity(machine.device)))
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
@@ -175,13 +166,10 @@ def main() -> None:
     if note := pace_note(plan.step_tokens / machine.world * flops, peak):
         print0(note)
     if saved:
-        print0(f"resumed from {init_path} at step {progress.step}, with its settings")
-        if changed := resume.settings_changed(saved, cfg, sets):
-            print0(f"changed since the checkpoint: {', '.join(changed)}")
-        if changed_code:
-            print0("note: the code has changed since the checkpoint: the steps may differ")
+        print0(resume.summary(init_path, saved, cfg, sets, progress, code))
         if plan.steps == progress.step:
             print0("nothing is left to do: raise max_steps, max_epochs or max_tokens")
+    progress.code = code
 
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
     model.use(pick_kernels(machine.device, size.compiled))
@@ -223,6 +211,7 @@ def main() -> None:
     # the loop at any point, and the weights of the last complete step are saved.
     clock = Clock(machine, progress.step)
     data_position = progress.samples - progress.data_begun
+    start_step = progress.step
     stopped = False
     with (
         stop_signals(machine.signals),
@@ -231,42 +220,41 @@ def main() -> None:
         closing(saver),
         closing(read_ahead(loader, data_position, plan.batch_size, machine, clock)) as batches,
     ):
-        start_step = progress.step
         try:
             for step in range(start_step, plan.steps + 1):
+                # ---- Saving, evaluating, sampling, with the clock stopped.
                 at_end = step == plan.steps
                 last = at_end or progress.gives_up()
-                evaluates = known.get("evaluates", at_end or step % cfg.eval_every == 0)
-                samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
-                samples = samples and "sample" not in known
                 # A bad step was skipped: the weights are those from before it.
                 saves = last or (step % cfg.save_every == 0 and not progress.bad_in_a_row)
-                if evaluates or samples or saves:
+                evaluates = recorded.get("evaluates", at_end or step % cfg.eval_every == 0)
+                samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
+                if saves:
                     with clock.paused():
-                        if saves:
-                            saver.save(model, optimizer, scaler, progress)
-                        if evaluates:
-                            began = time.perf_counter()
-                            B, eos_id = plan.batch_size, tokenizer.eos_id
-                            losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
-                            val_loss = report.evaluation(step, losses, time.perf_counter() - began)
-                            progress.add_evaluation(val_loss)
-                        if samples:
-                            full_weights = getattr(forward, "full_weights", nullcontext)
-                            # ArithmeticError: the logits are not finite. The loss shows that too.
-                            with full_weights(), suppress(ArithmeticError):
-                                text = write_text(
-                                    model, tokenizer, prompt, length, cfg.seed, machine
-                                )
-                                report.sample(step, text)
+                        saver.save(model, optimizer, scaler, progress)
+                if evaluates:
+                    with clock.paused():
+                        began = time.perf_counter()
+                        losses = evaluate_all(
+                            forward, evaluated, cfg, plan.batch_size, machine, tokenizer.eos_id
+                        )
+                        val_loss = report.evaluation(step, losses, time.perf_counter() - began)
+                        progress.add_evaluation(val_loss)
                         if step == progress.best_step:
                             saver.save(model, optimizer, scaler, progress)
-                        saver.prune(progress)
-                known = {}
+                if samples and "sample" not in recorded:
+                    # ArithmeticError: the logits are not finite. The loss shows that too.
+                    with clock.paused(), full_weights(forward), suppress(ArithmeticError):
+                        text = write_text(model, tokenizer, prompt, length, cfg.seed, machine)
+                        report.sample(step, text)
+                if saves or evaluates:
+                    saver.prune(progress)
+                recorded = {}
                 if last:
                     break
 
-                # Learning rate and momentum are functions of the fraction of the run that is done.
+                # ---- One step of training. Learning rate and momentum are functions of the
+                # fraction of the run that is done.
                 position, end = plan.position(step), plan.position(plan.steps)
                 lr = lr_at(position, end, cfg)
                 for group in optimizer.param_groups:
@@ -281,8 +269,9 @@ def main() -> None:
                 # The only wait for the device in a step without a log line, evaluation or save. It
                 # does not wait for the update of the weights.
                 loss, grad_norm, signalled = numbers.wait()
-                outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
 
+                # ---- Reporting it.
+                outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
                 report.outcome(outcome, loss, grad_norm, scaler)
                 to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
                 if to_log and outcome in ("taken", "no target"):
@@ -298,31 +287,7 @@ def main() -> None:
             optimizer.zero_grad(set_to_none=True)  # the memory is needed to save
         saver.save(model, optimizer, scaler, progress)
         saver.prune(progress)
-
-    # ---- The end: a barrier, so that no rank ends before the last checkpoint is on the disk.
-    machine.gather(None)
-    newest = newest_checkpoint(saver.folder) if machine.is_main else None
-    if newest:
-        print0(f"checkpoint: {newest}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if lock:
-        lock.release()
-    goes_on = "nothing was saved yet"
-    if newest:
-        name = saver.folder.parent.name
-        goes_on = f"--run_name={name} --init_from=resume continues from {newest}"
-    if problem := "; ".join(filter(None, (saver.lost, saver.failed))):
-        raise UserError(f"{problem}; {goes_on}")
-    if progress.gives_up():
-        problem = f"{progress.bad_in_a_row} steps in a row without a finite loss and gradient"
-        advice = "lower lr, try dtype=float32, or read the texts of these steps; if the weights are"
-        advice += " already damaged, move the newest checkpoints away"
-        raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
-    if stopped:
-        print0(f"stopped by a signal after step {progress.step}: {goes_on}")
-        # If the list is empty, another rank has caught the signal.
-        sys.exit(128 + (machine.signals or [signal.SIGTERM])[-1])
+    end_run(machine, saver, progress, lock, stopped)
 
 
 def take_step(
@@ -351,19 +316,16 @@ def take_step(
     unchanged, as does one without a target: its loss is NaN, its gradient 0.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
-    no_sync = getattr(model, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
-    mean_loss = torch.zeros((), device=machine.device)  # of this rank
-    mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
+    # Of this rank: its loss, and the weight of its targets, if they have weights.
+    mean_loss, mean_weight = torch.zeros(2, device=machine.device)
     weighted = False
     for micro in range(accum):
-        # With several ranks, the sum below also tells of signals: before the first micro-step, no
-        # other communication is needed.
+        # With several ranks, the sum in send() also tells of signals: before the first micro-step,
+        # no other communication is needed.
         if micro > 0 or machine.world == 1:
             machine.stop_if_asked()
         batch = next(batches)
-        # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
-        # forward pass whether the backward pass will do so: both must run inside no_sync().
-        with nullcontext() if micro == accum - 1 else no_sync():
+        with sync_gradients(model, micro == accum - 1):
             with autocast(machine):
                 loss = model(*batch) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
@@ -372,41 +334,104 @@ def take_step(
             mean_weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
-    parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
     scaler.unscale_(optimizer)
     if weighted:
-        # The loss is sum(w l) / sum(w) over all ranks. The gradient so far is that of sum(w l) / n,
-        # with n positions on all ranks, since DDP has averaged it. Multiply it by n / sum(w), which
-        # is one over the mean of mean_weight. If no target counts in this step, the loss is 0 / 0,
-        # which is NaN, and the gradient is 0: the step is skipped below.
-        factor = machine.world / all_sum(mean_weight)
-        mean_loss *= factor
-        torch._foreach_mul_([local_shard(g) for g in gradients], factor.clamp(max=1e12))
-    grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
-    del gradients  # Muon frees them while it moves the weights
-    torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
-    signalled = torch.full_like(mean_loss, len(machine.signals))
-    sums = all_sum(torch.stack([mean_loss / machine.world, signalled]))
-    # The norm needs no sum: each rank has that of the full gradient.
-    result = torch.stack([sums[0], grad_norm])
-    numbers = HostCopy(torch.cat([result, sums[1:]]))
+        mean_loss *= weight_gradients(model, mean_weight, machine)
+    grad_norm = clip_gradient(model, grad_clip or math.inf)
+    numbers = send(mean_loss, grad_norm, machine)
 
     # 3. Update the weights, unless the loss or the gradient is not finite.
+    update(optimizer, scaler, numbers)
+    optimizer.zero_grad(set_to_none=True)
+    return numbers
+
+
+def weight_gradients(
+    model: torch.nn.Module, mean_weight: torch.Tensor, machine: Machine
+) -> torch.Tensor:
+    """Make the gradients those of a weighted mean. Return the factor from the plain mean to it.
+
+    The loss is sum(w l) / sum(w) over all ranks. The gradient so far is that of sum(w l) / n, with
+    n positions on all ranks, since DDP has averaged it. Multiply it by n / sum(w), which is one
+    over the mean of mean_weight. If no target counts in this step, the loss is 0 / 0, which is NaN,
+    and the gradient is 0: update() skips the step.
+    """
+    factor = machine.world / all_sum(mean_weight)
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(gradients, factor.clamp(max=1e12))
+    return factor
+
+
+def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradient down to max_norm if its norm is larger. Return the norm before that.
+
+    This keeps no reference to a gradient: Muon frees them while it updates the weights.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def send(mean_loss: torch.Tensor, grad_norm: torch.Tensor, machine: Machine) -> HostCopy:
+    """Send loss, norm and the number of signals to the host, each of all ranks.
+
+    The norm needs no sum: each rank has that of the full gradient.
+    """
+    signalled = torch.full_like(mean_loss, len(machine.signals))
+    loss, signalled = all_sum(torch.stack([mean_loss / machine.world, signalled]))
+    return HostCopy(torch.stack([loss, grad_norm, signalled]))
+
+
+def update(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, numbers: HostCopy
+) -> None:
+    """Update the weights, unless one of the numbers, loss and norm among them, is not finite."""
     if optimizer.defaults.get("fused"):
         # torch's fused optimizers skip the step if this flag, which GradScaler also uses, is 1. The
         # device reads it, so the host does not have to wait for the loss.
         # pyrefly: ignore[missing-attribute]
-        optimizer.found_inf = 1.0 - result.isfinite().all().float()
+        optimizer.found_inf = 1.0 - numbers.on_device.isfinite().all().float()
         optimizer.step()
     elif all(map(math.isfinite, numbers.wait())):
         optimizer.step()
     # fp16 cannot hold numbers below 6e-8. So the loss, and with it each gradient, was multiplied by
-    # a large scale; unscale_() above has divided the gradients by it again. Where they were not
-    # finite, the scale is lowered here; after many good steps, it is raised.
+    # a large scale; unscale_() has divided the gradients by it again. Where they were not finite,
+    # the scale is lowered here; after many good steps, it is raised.
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return numbers
+
+
+def end_run(
+    machine: Machine, saver: Saver, progress: Progress, lock: Lock | None, stopped: bool
+) -> None:
+    """End the run after its last checkpoint: release its folder, and say how to continue it.
+
+    Exits with 128 + number after a signal. Raises UserError if a checkpoint is missing, or if too
+    many steps in a row were bad.
+    """
+    machine.gather(None)  # no rank ends before the last checkpoint is on the disk
+    newest = newest_checkpoint(saver.folder) if machine.is_main else None
+    if newest:
+        machine.print0(f"checkpoint: {newest}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if lock:
+        lock.release()
+    goes_on = "nothing was saved yet"
+    if newest:
+        name = saver.folder.parent.name
+        goes_on = f"--run_name={name} --init_from=resume continues from {newest}"
+    if problem := "; ".join(filter(None, (saver.lost, saver.failed))):
+        raise UserError(f"{problem}; {goes_on}")
+    if progress.gives_up():
+        problem = f"{progress.bad_in_a_row} steps in a row without a finite loss and gradient"
+        advice = "lower lr, try dtype=float32, or read the texts of these steps; if the weights are"
+        advice += " already damaged, move the newest checkpoints away"
+        raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
+    if stopped:
+        machine.print0(f"stopped by a signal after step {progress.step}: {goes_on}")
+        # If the list is empty, another rank has caught the signal.
+        sys.exit(128 + (machine.signals or [signal.SIGTERM])[-1])
 
 
 if __name__ == "__main__":

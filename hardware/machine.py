@@ -76,6 +76,14 @@ class Machine:
             raise UserError("another rank of this run has ended") from None
         return values
 
+    def require_same(self, facts: dict[str, str]) -> None:
+        """Raise UserError, on all ranks, unless these are the same on all of them."""
+        everywhere = self.gather(facts)
+        for rank, there in enumerate(everywhere):
+            for name, fact in everywhere[0].items():
+                if there.get(name) != fact:
+                    raise UserError(f"rank {rank}: {name} is {there.get(name)}, on rank 0 {fact}")
+
     def stop_if_asked(self) -> None:
         """Raise Stopped, on all ranks, if a signal has arrived at any. All ranks must call this.
 
@@ -96,10 +104,11 @@ class Machine:
 class HostCopy:
     """Numbers on their way from the device to the host, like a Future.
 
-    wait() waits for this copy, but not for work that is queued after it.
+    wait() waits for this copy, but not for work that is queued after it. on_device: the original.
     """
 
     def __init__(self, numbers: torch.Tensor):
+        self.on_device = numbers
         self.numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)
         self.copied = torch.cuda.Event() if numbers.is_cuda else None
         if self.copied:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -168,7 +168,7 @@ def separate_cache() -> None:
     torch 2.13 would load code from it that was compiled for another CPU, which may compute garbage:
     the cache may be on a disk of several computers.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes a second to import
 
     own = f"/{torch.backends.cpu.get_cpu_capability()}"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir().removesuffix(own) + own
@@ -202,12 +202,11 @@ def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: 
     state_bytes: of the optimizer, whose state exists from the second step on. With DDP, the ranks
     do not communicate here, so no rank waits for one that runs out of memory.
     """
-    no_sync = getattr(forward, "no_sync", nullcontext)
     enough = True
     try:
         state = torch.ones(int(state_bytes), dtype=torch.uint8, device=machine.device)
         for _ in range(2):  # the second has the gradients of the first in memory
-            with no_sync(), compiler_errors():
+            with sync_gradients(forward, now=False), compiler_errors():
                 with autocast(machine):
                     loss = forward(*batch)
                 loss.backward()
@@ -227,6 +226,21 @@ def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: 
 def is_sharded_run(cfg: TrainConfig, machine: Machine) -> bool:
     """Return whether weights or states are sharded, which needs several processes."""
     return cfg.shard != "none" and machine.world > 1
+
+
+def sync_gradients(forward: torch.nn.Module, now: bool) -> AbstractContextManager[None]:
+    """Return the context of a micro-step's forward and backward pass.
+
+    DDP averages the gradients over the ranks in the last micro-step of a step only. It decides in
+    the forward pass whether the backward pass will do so. now: whether this is the last one.
+    """
+    no_sync = getattr(forward, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
+    return nullcontext() if now else no_sync()
+
+
+def full_weights(forward: torch.nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the model can generate text: shards are gathered once."""
+    return forward.full_weights() if isinstance(forward, Shards) else nullcontext()
 
 
 class Shards(torch.nn.Module):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from configurator import UserError, changes, note, set_value, validated
-from hardware.disk import damage, read_object
-from hardware.machine import is_sharded
+from hardware.disk import MANIFEST, damage, file_sha256, read_object
+from hardware.machine import Machine, is_sharded
 from model import GPT, GPTConfig, rope_table
 from text.dataset import load_tokenizer, names_and_weights, newest_dataset, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
@@ -170,7 +170,7 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     return model
 
 
-def known_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
+def recorded_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
     """Return the recorded results of the weights that the run in `folder` starts from.
 
     They contain "saved" if the weights are a checkpoint of this run, and "evaluates" if these
@@ -182,6 +182,17 @@ def known_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
     records = records_until(read_metrics(folder / "metrics.jsonl"), step)
     items = {k: v for record in records if record["step"] == step for k, v in record.items()}
     return items | {"saved": init_path} | ({"evaluates": False} if "val_loss" in items else {})
+
+
+def facts_of_rank(
+    machine: Machine, code: str, sets: list[DataSet], init_path: Path | None
+) -> dict[str, str]:
+    """Return what must be the same on all ranks of a run: the programs and the files."""
+    facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
+    facts |= {"code": code} | data_hashes(sets)
+    if init_path and (init_path / MANIFEST).exists():
+        facts["checkpoint"] = file_sha256(init_path / MANIFEST)
+    return facts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,11 +208,14 @@ class Saved:
     state: dict  # train_state.pt
 
 
-def read_state(folder: Path) -> Saved:
+def read_state(folder: Path, verify: bool = False) -> Saved:
     """Read the checkpoint's files, except for the model and the tokenizer.
 
-    Raises UserError or OSError if a file cannot be read.
+    verify: whether to compare all of its files with its manifest; find_start() has done so on rank
+    0's computer. Raises UserError or OSError if a file cannot be read, or is damaged.
     """
+    if verify and (problem := damage(folder)):
+        raise UserError(f"{problem}: all computers must have the same checkpoint")
     try:
         meta = read_object(folder / "meta.json")
         if missing := {"trained_on", "judged_by", "tokenizer"} - meta.keys():
@@ -271,26 +285,26 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
 
 
 def progress_of(
-    saved: Saved, cfg: TrainConfig, sets: list[DataSet], known: dict[str, Any]
+    saved: Saved, cfg: TrainConfig, sets: list[DataSet], recorded: dict[str, Any]
 ) -> tuple[Progress, dict[str, Any]]:
-    """Return the progress of a checkpoint, and what is known of it: see known_results().
+    """Return the progress of a checkpoint, and its recorded_results().
 
     If other data are evaluated now, the best checkpoint is chosen again, from this one on. The
     checkpoint was written before its evaluation.
     """
     progress = Progress.from_state(saved.state)
-    progress.add_evaluation(known.get("val_loss", math.inf))
+    progress.add_evaluation(recorded.get("val_loss", math.inf))
     before = checkpoint_settings(saved, cfg)
     then = judged_by(before, saved.meta["judged_by"], saved.meta["weights"])
     if then != judged_by(cfg, val_hashes(sets), weights_of(sets)):
         note("the evaluation has changed: the best checkpoint is chosen anew, from this one on")
         progress = replace(progress, best_step=-1, best_val_loss=math.inf)
-        known = known | {"evaluates": True}
+        recorded = recorded | {"evaluates": True}
     trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
     if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
         note(f"the data change here: {cfg.dataset} is read from its first window on")
         progress = replace(progress, data_begun=progress.samples)
-    return progress, known
+    return progress, recorded
 
 
 def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
@@ -310,6 +324,26 @@ def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> lis
         for k, value in asdict(cfg).items()
         if k not in RUN_SETTINGS and old.get(k, value) != value
     ]
+
+
+def summary(
+    folder: Path,
+    saved: Saved,
+    cfg: TrainConfig,
+    sets: list[DataSet],
+    progress: Progress,
+    code: str,
+) -> str:
+    """Return the lines that say from where a run continues, and what has changed since then.
+
+    code: the code_sha256() of today.
+    """
+    lines = [f"resumed from {folder} at step {progress.step}, with its settings"]
+    if changed := settings_changed(saved, cfg, sets):
+        lines.append(f"changed since the checkpoint: {', '.join(changed)}")
+    if progress.code not in ("", code):
+        lines.append("note: the code has changed since the checkpoint: the steps may differ")
+    return "\n".join(lines)
 
 
 def load_optimizer(
