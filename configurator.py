@@ -182,15 +182,22 @@ BOUNDS = {  # name of a limit -> its sign, its test
 
 
 def option(
-    default: Any, help: str, *, group: str = "", choices: tuple[str, ...] = (), **limits: float
+    default: Any,
+    help: str,
+    *,
+    group: str = "",
+    resume: str = "",
+    choices: tuple[str, ...] = (),
+    **limits: float,
 ) -> Any:
     """Return a field of a dataclass of settings.
 
-    group: the heading in --help of this field and those that follow it. choices: the accepted
-    texts. limits: of a number, or of each number of a list: minimum and maximum are inclusive,
-    above and below are exclusive.
+    group: the heading in --help of this field and those that follow it. resume: what a new value
+    means to a run that is resumed, for training/settings.py. choices: the accepted texts. limits:
+    of a number, or of each number of a list: minimum and maximum are inclusive, above and below are
+    exclusive.
     """
-    metadata = dict(help=help, group=group, choices=choices, limits=limits)
+    metadata = dict(help=help, group=group, resume=resume, choices=choices, limits=limits)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -22,7 +22,7 @@ from configurator import Output, UserError, changes, grouped, help_text, option,
 from model import GPTConfig
 from sample import SampleConfig
 from text.settings import PrepareConfig
-from training.settings import RUN_SETTINGS, TRAINING, TrainConfig, model_config
+from training.settings import FREE, START, TRAINING, TrainConfig, model_config, on_resume
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def test_every_setting_of_training_is_in_one_group():
     every = [name for group in grouped(TrainConfig).values() for name in group]
     assert len(every) == len(set(every)) and set(every) == names(TrainConfig)
     assert {"lr", "n_layer", "dataset"} <= set(TRAINING) and "eval_every" not in TRAINING
-    assert {"out_dir", "device"} <= set(RUN_SETTINGS) and not set(RUN_SETTINGS) & set(TRAINING)
+    assert {"out_dir", "device"} <= set(on_resume(START, FREE))
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("config/*.py")), ids=lambda p: p.stem)

@@ -36,7 +36,7 @@ from training.evaluate import judged_by, val_hashes, weights_of
 from training.huggingface import architecture_of
 from training.metrics import json_line, read_metrics, records_until, start_metrics
 from training.plan import Plan, Progress
-from training.settings import RUN_SETTINGS, TRAINING, TrainConfig
+from training.settings import FREE, START, TRAINING, TrainConfig, on_resume
 
 PLOT = Path(__file__).resolve().parents[1] / "plot.py"
 END_SECONDS = 20  # how long the end of a run waits for the last picture
@@ -329,7 +329,7 @@ def first_records(
     }
     # The settings of a start that saved nothing are in no checkpoint: the run has lost them.
     started = [r["settings"] for r in before if "settings" in r and r["step"] >= step]
-    of_last = {k: v for k, v in (started or [{}])[-1].items() if k not in RUN_SETTINGS}
+    of_last = {k: v for k, v in (started or [{}])[-1].items() if k not in on_resume(START, FREE)}
     if gone := [f"{k}={v}" for k, v in of_last.items() if settings.get(k, v) != v]:
         problem = f"the last start had {', '.join(gone)}, but left no intact checkpoint"
         note(f"{problem}: to keep these settings, give them again")

@@ -40,7 +40,7 @@ from training.evaluate import judged_by, val_hashes, weights_of
 from training.huggingface import NANOGPT, from_pretrained, read_shape
 from training.metrics import read_metrics, records_until
 from training.plan import Progress
-from training.settings import RUN_SETTINGS, TrainConfig, model_config
+from training.settings import FIXED, FREE, ORDER, START, TrainConfig, model_config, on_resume
 
 # --------------------------------------------------------------------------------------------------
 # Its settings
@@ -111,7 +111,7 @@ def with_data(cfg: TrainConfig) -> TrainConfig:
 def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
     """Return the settings of the newest checkpoint in ckpt_dir, or {} if there is none.
 
-    It leaves out out_dir, how the run was started, and settings that this version does not have.
+    It leaves out those of a start alone, and settings that this version does not have.
     """
     file = "train_config.json"
     for path in complete_checkpoints(ckpt_dir):
@@ -121,7 +121,7 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
         for key, value in read_object(path / file).items():
             if not hasattr(TrainConfig, key):
                 note(f"{path / file}: this version has no setting {key}={value}")
-            elif key not in ("init_from", "resume", "overwrite", "out_dir", "switch_data"):
+            elif key not in on_resume(START):
                 set_value(TrainConfig, values, key, value, f"{path / file}")
         return values
     return {}
@@ -236,15 +236,15 @@ def check_fits(
     setting may keep its old value or take the model's.
     """
     before = checkpoint_settings(saved, cfg)
-    then = asdict(c) | {"block_size": before.block_size}  # windows are counted in its length
-    is_tuned = saved.settings["init_from"] != "scratch"
-    now = dict(then) if is_tuned else asdict(model_config(cfg, c.vocab_size))
+    fixed, is_tuned = on_resume(FIXED), saved.settings["init_from"] != "scratch"
+    then = {k: getattr(before, k) for k in fixed} | asdict(c)
+    then["block_size"] = before.block_size  # windows are counted in its length
+    now = then | {k: getattr(cfg, k) for k in fixed}
+    now |= {} if is_tuned else asdict(model_config(cfg, c.vocab_size))
     # Of a model from scratch, rope_scaling may be written in several ways.
-    for key in [key for key in then if hasattr(cfg, key)] if is_tuned else ["rope_scaling"]:
-        is_kept = getattr(cfg, key) == getattr(before, key)
-        now[key] = then[key] if is_kept else getattr(cfg, key)
-    for side, settings, meta in ((then, before, saved.meta), (now, cfg, sets[0].meta)):
-        side |= {"optimizer": settings.optimizer, "loss_on": settings.loss_on}
+    may_stay = fixed if is_tuned else ["rope_scaling"]
+    now |= {k: then[k] for k in may_stay if getattr(cfg, k) == getattr(before, k)}
+    for side, meta in ((then, saved.meta), (now, sets[0].meta)):
         side["tokenizer"] = tokenizer_id(meta["tokenizer"])[:20]
     other = f"start a new run with --init_from={folder} --run_name=NAME"
     splits = (("trained_on", "train"), ("judged_by", "val"))
@@ -310,19 +310,19 @@ def progress_of(
 def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
-    RUN_SETTINGS are left out: they do not change what the model learns.
+    Those that do not change what the model learns are left out.
     """
     old = saved.settings
     # The place of a data set in the mixture is part of its seed. Other data begin anew.
     now = {data.meta["splits"]["train"]["sha256"]: str(data.weight) for data in sets}
     then = {sha256: saved.meta["weights"][k] for k, sha256 in saved.meta["trained_on"].items()}
     mixed_anew = now.keys() == then.keys() and [*now.items()] != [*then.items()]
-    reorder = ["seed", "documents", "dataset" if mixed_anew else ""]
+    reorder = on_resume(ORDER) + ["dataset"] * mixed_anew
     order = " (the order of windows changes: some are read twice, others never)"
     return [
         f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
         for k, value in asdict(cfg).items()
-        if k not in RUN_SETTINGS and old.get(k, value) != value
+        if k not in on_resume(START, FREE) and old.get(k, value) != value
     ]
 
 

@@ -6,13 +6,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from configurator import UserError, grouped, option
+from configurator import UserError, metadata_of, option
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
 from text.windows import Documents, LossOn, LossPer
 
-# Headings of two groups of settings that do not change what a run learns: see TRAINING below.
-RUN = "Run"
-REPORT = "Evaluation, samples, checkpoints"
+# What a setting means to a run that is resumed. Without a mark, it may change what the run learns
+# from there on, and the change is listed.
+START = "start"  # of this start alone: it is not taken from the checkpoint
+FREE = "free"  # it changes the model by rounding at most
+REPORTS = "reports"  # it changes what is reported and saved; the change is listed
+ORDER = "order"  # it changes the order of windows: some are read twice, others never
+FIXED = "fixed"  # another value is refused
 
 
 @dataclass(frozen=True)
@@ -68,49 +72,63 @@ class TrainConfig:
     }
 
     run_name: str = option(
-        "run", "name of the run, which writes its files to out_dir/run_name/", group=RUN
+        "run",
+        "name of the run, which writes its files to out_dir/run_name/",
+        group="Run",
+        resume=FREE,
     )
-    out_dir: str = option("out", "folder of all runs")
+    out_dir: str = option("out", "folder of all runs", resume=START)
     init_from: str = option(
         "scratch",
         "scratch: random weights; or a model folder to fine-tune. resume and auto are short for "
         "--resume=yes and --resume=auto",
+        resume=START,
     )
     resume: Literal["no", "auto", "yes"] = option(
         "no",
         "yes: continue from the newest checkpoint of this run; auto: start the run if it has none",
+        resume=START,
     )
     overwrite: bool = option(
-        False, "rename an existing run of this name to RUN.old before the start"
+        False, "rename an existing run of this name to RUN.old before the start", resume=START
     )
     switch_data: bool = option(
-        False, "let a resumed run switch to another dataset, read from its start (docs/resume.md)"
+        False,
+        "let a resumed run switch to another dataset, read from its start (docs/resume.md)",
+        resume=START,
     )
-    data_dir: str = option("data", "folder of all data sets")
-    device: str = option("auto", "auto: cuda, then mps, then cpu")
+    data_dir: str = option("data", "folder of all data sets", resume=FREE)
+    device: str = option("auto", "auto: cuda, then mps, then cpu", resume=FREE)
     peak_tflops: float = option(
         0.0,
         "peak speed of one device, for MFU; 0: from the datasheet of a GPU, or measured on a CPU",
         minimum=0,
+        resume=FREE,
     )
     # WANDB_MODE=offline, then `wandb sync`: for computers without a network.
     tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = option(
-        "none", "also send the metrics to this service; off: do not draw loss.png either"
+        "none",
+        "also send the metrics to this service; off: do not draw loss.png either",
+        resume=FREE,
     )
 
     dataset: str = option(
         "", "data set in data_dir; wiki:0.7,code:0.3 mixes two; default: the newest", group="Data"
     )
     seed: int = option(
-        1337, "seed of the initial weights, the data order and dropout", minimum=0, below=2**62
+        1337,
+        "seed of the initial weights, the data order and dropout",
+        minimum=0,
+        below=2**62,
+        resume=ORDER,
     )
-    block_size: int = option(1024, "T, tokens in a sequence", above=0)
+    block_size: int = option(1024, "T, tokens in a sequence", above=0, resume=FIXED)
     documents: Documents = option(
-        "stream", "mask, pack and pad keep documents apart (docs/data.md)"
+        "stream", "mask, pack and pad keep documents apart (docs/data.md)", resume=ORDER
     )
     loss_per: LossPer = option("token", "weight the loss per token or per document")
     loss_on: LossOn = option(
-        "all", "answers: train only on the answers of the assistant in conversations"
+        "all", "answers: train only on the answers of the assistant in conversations", resume=FIXED
     )
 
     preset: str = option(
@@ -119,26 +137,29 @@ class TrainConfig:
         choices=tuple(PRESETS),
         group="Model",
     )
-    n_layer: int = option(12, "number of blocks", above=0, maximum=1000)
-    n_head: int = option(12, "number of query heads", above=0)
-    n_kv_head: int = option(0, "number of key/value heads; 0: n_head", minimum=0)
-    n_embd: int = option(768, "width of the residual stream", above=0)
-    d_ff: int = option(0, "width inside the MLP; 0: 4 n_embd, with a gate 8/3 n_embd", minimum=0)
+    n_layer: int = option(12, "number of blocks", above=0, maximum=1000, resume=FIXED)
+    n_head: int = option(12, "number of query heads", above=0, resume=FIXED)
+    n_kv_head: int = option(0, "number of key/value heads; 0: n_head", minimum=0, resume=FIXED)
+    n_embd: int = option(768, "width of the residual stream", above=0, resume=FIXED)
+    d_ff: int = option(
+        0, "width inside the MLP; 0: 4 n_embd, with a gate 8/3 n_embd", minimum=0, resume=FIXED
+    )
     mlp: str = option(
         "preset",
         "activation of the MLP; preset: gelu for gpt2, else swiglu",
         choices=("preset", *ACTIVATIONS),
+        resume=FIXED,
     )
     # With qwen2, queries, keys and values have a bias in any case.
     bias: bool | Literal["preset"] = option(
-        "preset", "biases in linear layers and LayerNorm; preset: true for gpt2"
+        "preset", "biases in linear layers and LayerNorm; preset: true for gpt2", resume=FIXED
     )
     tie_embeddings: bool | Literal["preset"] = option(
-        "preset", "lm_head shares the weights of wte; preset: true for gpt2"
+        "preset", "lm_head shares the weights of wte; preset: true for gpt2", resume=FIXED
     )
-    rope_theta: float = option(10000.0, "base of the rotation frequencies", above=0)
+    rope_theta: float = option(10000.0, "base of the rotation frequencies", above=0, resume=FIXED)
     rope_scaling: str = option(
-        "", "RoPE scaling for longer sequences: linear:2, or llama3:32,1,4,8192"
+        "", "RoPE scaling for longer sequences: linear:2, or llama3:32,1,4,8192", resume=FIXED
     )
     dropout: float = option(
         0.0,
@@ -170,7 +191,10 @@ class TrainConfig:
     max_tokens: int = option(0, "number of tokens", minimum=0)
 
     optimizer: Literal["adamw", "muon", "adafactor"] = option(
-        "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest", group="Optimizer"
+        "adamw",
+        "muon: Muon for the matrices of the blocks, AdamW for the rest",
+        group="Optimizer",
+        resume=FIXED,
     )
     lr: float = option(
         6e-4,
@@ -231,17 +255,32 @@ class TrainConfig:
         "or all: weights too (ZeRO 3)",
     )
 
-    eval_every: int = option(250, "steps between two evaluations", above=0, group=REPORT)
+    eval_every: int = option(
+        250,
+        "steps between two evaluations",
+        above=0,
+        group="Evaluation, samples, checkpoints",
+        resume=REPORTS,
+    )
     eval_tokens: int = option(
-        1_000_000, "tokens of val.bin per evaluation, evenly spread; 0: all", minimum=0
+        1_000_000,
+        "tokens of val.bin per evaluation, evenly spread; 0: all",
+        minimum=0,
+        resume=REPORTS,
     )
-    sample_every: int = option(250, "steps between two samples of the model; 0: none", minimum=0)
+    sample_every: int = option(
+        250, "steps between two samples of the model; 0: none", minimum=0, resume=REPORTS
+    )
     sample_prompt: str = option(
-        "auto", "prompt of the samples, or a question (loss_on=answers); auto: words of val.bin"
+        "auto",
+        "prompt of the samples, or a question (loss_on=answers); auto: words of val.bin",
+        resume=REPORTS,
     )
-    save_every: int = option(1000, "steps between two checkpoints", above=0)
-    keep: int = option(2, "number of newest checkpoints to keep, besides the best one", above=0)
-    log_every: int = option(10, "steps between two log lines", above=0)
+    save_every: int = option(1000, "steps between two checkpoints", above=0, resume=REPORTS)
+    keep: int = option(
+        2, "number of newest checkpoints to keep, besides the best one", above=0, resume=REPORTS
+    )
+    log_every: int = option(10, "steps between two log lines", above=0, resume=REPORTS)
 
     def problems(self) -> list[str]:
         """Return one message for each contradiction between the settings."""
@@ -263,11 +302,13 @@ class TrainConfig:
         return problems
 
 
-# RUN_SETTINGS and REPORT_SETTINGS change a model by rounding at most. Other TRAINING settings make
-# another model.
-RUN_SETTINGS = grouped(TrainConfig)[RUN]
-REPORT_SETTINGS = grouped(TrainConfig)[REPORT]
-TRAINING = [f.name for f in fields(TrainConfig) if f.name not in (*RUN_SETTINGS, *REPORT_SETTINGS)]
+def on_resume(*meanings: str) -> list[str]:
+    """Return the names of the settings with one of these meanings to a resumed run."""
+    names = [field.name for field in fields(TrainConfig)]
+    return [name for name in names if metadata_of(TrainConfig, name)["resume"] in meanings]
+
+
+TRAINING = on_resume("", ORDER, FIXED)  # they decide which model a run trains
 
 
 def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
