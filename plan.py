@@ -33,8 +33,8 @@ from training.huggingface import read_shape
 from training.memory import SHARDS, Step, bytes_needed, largest_batch, overhead, step_memory
 from training.parallel import plan_run
 from training.plan import Plan
-from training.resume import extend_context, with_data, with_model
 from training.settings import TrainConfig, model_config
+from training.startup import extend_context, with_data, with_model
 
 
 @dataclass(frozen=True)

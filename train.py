@@ -57,13 +57,15 @@ from hardware.machine import (
 from hardware.peak import peak_tflops
 from model import GPT
 from text.dataset import load_tokenizer, open_datasets, train_loader
-from training import resume
+from training import startup
 from training.banner import banner, pace_note
 from training.batches import Batch, first_batch, read_ahead
 from training.checkpoint import (
     Saver,
+    load_optimizer,
     lock_run,
     newest_checkpoint,
+    read_state,
     replace_run,
     set_newer_aside,
     shared_files,
@@ -92,7 +94,7 @@ from training.settings import TrainConfig, model_config
 
 def main() -> None:
     # ---- Settings. A resumed run has those of its checkpoint, except for what is given now.
-    cfg = resume.settings_of_run(given_settings(TrainConfig, doc=__doc__))
+    cfg = startup.settings_of_run(given_settings(TrainConfig, doc=__doc__))
 
     # ---- This process: its device and dtype, and the other ranks of the run.
     machine = start(cfg.device, cfg.dtype, trim_heap=cfg.shard != "none")
@@ -106,9 +108,9 @@ def main() -> None:
     recorded = {}
     if machine.is_main:
         lock = lock_run(folder)
-        init_path = resume.find_start(cfg, folder)
-        recorded = resume.recorded_results(init_path, folder)
-        cfg = replace(resume.with_data(cfg), resume="no")  # init_path is the decision
+        init_path = startup.find_start(cfg, folder)
+        recorded = startup.recorded_results(init_path, folder)
+        cfg = replace(startup.with_data(cfg), resume="no")  # init_path is the decision
     cfg, init_path, recorded = machine.broadcast((cfg, init_path, recorded))
     resumes = "saved" in recorded
 
@@ -134,20 +136,20 @@ def main() -> None:
         elif resumes:
             # Rank 0 has verified the files on its computer. The other computers do it here.
             elsewhere = machine.local_rank == 0 and not machine.is_main
-            saved = resume.read_state(init_path, verify=elsewhere)
+            saved = read_state(init_path, verify=elsewhere)
             model = from_pretrained(init_path, verify=False, dropout=cfg.dropout)
-            resume.check_fits(init_path, saved, model.config, cfg, sets)
-            progress, recorded = resume.progress_of(saved, cfg, sets, recorded)
-            cfg = resume.with_origin(cfg, saved)
+            startup.check_fits(init_path, saved, model.config, cfg, sets)
+            progress, recorded = startup.progress_of(saved, cfg, sets, recorded)
+            cfg = startup.with_origin(cfg, saved)
         else:
-            model = resume.model_to_tune(init_path, cfg, sets, verify=machine.local_rank == 0)
+            model = startup.model_to_tune(init_path, cfg, sets, verify=machine.local_rank == 0)
         # A model to be sharded stays on the CPU until each device gets its shard.
         if not is_sharded_run(cfg, machine):
             model.to(machine.device)
 
     # ---- All ranks must have the same files and programs. The smallest memory limits the batch.
     code = code_sha256()
-    machine.require_same(resume.facts_of_rank(machine, code, sets, init_path))
+    machine.require_same(startup.facts_of_rank(machine, code, sets, init_path))
     capacity = min(machine.gather(memory_capacity(machine.device)))
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
@@ -166,7 +168,7 @@ def main() -> None:
     if note := pace_note(plan.step_tokens / machine.world * flops, peak):
         print0(note)
     if saved:
-        print0(resume.summary(init_path, saved, cfg, sets, progress, code))
+        print0(startup.summary(init_path, saved, cfg, sets, progress, code))
         if plan.steps == progress.step:
             print0("nothing is left to do: raise max_steps, max_epochs or max_tokens")
     progress.code = code
@@ -189,7 +191,7 @@ def main() -> None:
     optimizer = make_optimizer(cfg, machine, model)
     scaler = torch.amp.GradScaler(kind, enabled=machine.dtype == torch.float16)
     if saved:
-        resume.load_optimizer(optimizer, scaler, saved.state)
+        load_optimizer(optimizer, scaler, saved.state)
 
     # ---- The run's folder: its records so far, the reports, and the checkpoints.
     records = []

@@ -36,8 +36,8 @@ from text.shapes import record_text
 from training import huggingface
 from training.huggingface import GPT2, OURS, architecture_of, from_config, from_pretrained
 from training.metrics import read_metrics
-from training.resume import settings_of_run
 from training.settings import TrainConfig
+from training.startup import settings_of_run
 
 FITTING = [name for name in ODD if architecture_of(GPTConfig(**ODD[name])) is not OURS]
 

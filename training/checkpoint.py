@@ -1,4 +1,4 @@
-"""Checkpoints: write them in the background, find them, delete them. resume.py reads them.
+"""Checkpoints: write them in the background, read them, find them, delete them.
 
 A checkpoint is a Hugging Face model folder, plus the files that a resumed run needs:
 
@@ -18,6 +18,7 @@ the newest checkpoint is damaged, a resumed run uses the previous one.
 Only folders named step_N in ckpt/ are deleted, and in them only the files that manifest.json lists.
 """
 
+import math
 import os
 import re
 import time
@@ -46,7 +47,7 @@ from hardware.disk import (
     set_aside,
     sync_and_rename,
 )
-from hardware.machine import Machine, full_tensor, local_shard
+from hardware.machine import Machine, full_tensor, is_sharded, local_shard
 from model import GPTConfig
 from text.dataset import files_of
 from text.hf_tokenizer import (
@@ -283,6 +284,81 @@ def shared_files(
 
 
 # --------------------------------------------------------------------------------------------------
+# Read
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The files of a checkpoint that describe the run that wrote it."""
+
+    settings: dict  # train_config.json
+    meta: dict  # meta.json
+    state: dict  # train_state.pt
+
+
+def read_state(folder: Path, verify: bool = False) -> Saved:
+    """Read the checkpoint's files, except for the model and the tokenizer.
+
+    verify: whether to compare all of its files with its manifest; find_start() has done so on rank
+    0's computer. Raises UserError or OSError if a file cannot be read, or is damaged.
+    """
+    if verify and (problem := damage(folder)):
+        raise UserError(f"{problem}: all computers must have the same checkpoint")
+    try:
+        meta = read_object(folder / "meta.json")
+        if missing := {"trained_on", "judged_by", "tokenizer"} - meta.keys():
+            raise ValueError(f"meta.json has no {min(missing)}")
+        # Earlier versions did not store the weights of a mixture.
+        meta = {"weights": dict.fromkeys(meta["trained_on"], "1")} | meta
+        return Saved(read_object(folder / "train_config.json"), meta, load_state(folder))
+    except ValueError as e:
+        raise UserError(f"{folder / 'train_state.pt'}, or a .json next to it: {e}") from None
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of train_state.pt. Raises ValueError if it cannot be read."""
+    # With mmap, a tensor takes memory only when it is read, and all processes share that memory.
+    # But torch opens paths as UTF-8, so a path in GBK is read without mmap.
+    state = load_tensors(checkpoint / "train_state.pt", mmap=is_utf8(checkpoint))
+    if not isinstance(state, dict):
+        raise ValueError(f"it is a {type(state).__name__}, not a dict")
+    return state
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, state: dict
+) -> None:
+    """Load the state of a checkpoint into the optimizer and the scaler.
+
+    Only the moments are loaded: betas and weight decay may have changed. pop() frees the memory of
+    loaded tensors. The file is mapped: each tensor is read when it is copied.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        i: {k: sharded_like(params[i], x) for k, x in tensors.items()}
+        for i, tensors in state.pop("optimizer")["state"].items()
+    }
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    if scale := state.pop("scaler"):  # empty if that process did not train in fp16
+        scaler.load_state_dict(scale)
+
+
+def sharded_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the full tensor x, sharded as p is, on the device of p.
+
+    If x is in a file that is mapped into memory, a rank reads only the rows that it holds.
+    """
+    if x.dim() == 0:
+        return x.clone()  # a counter of steps: the optimizer chooses its device
+    if not is_sharded(p):
+        return x.to(p.device, copy=True)
+    mesh = p.device_mesh  # p is a DTensor; to import its class takes half a second
+    n = math.ceil(x.size(0) / mesh.size())
+    rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
+    return type(p).from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
+
+
+# --------------------------------------------------------------------------------------------------
 # The folder of a run
 
 
@@ -385,16 +461,6 @@ def intact_checkpoint(ckpt_dir: Path) -> Path | None:
             problem = f"{path} is a copy of step {step}"
         note(f"{problem}: damaged; the previous checkpoint is used, if there is one")
     return None
-
-
-def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of train_state.pt. Raises ValueError if it cannot be read."""
-    # With mmap, a tensor takes memory only when it is read, and all processes share that memory.
-    # But torch opens paths as UTF-8, so a path in GBK is read without mmap.
-    state = load_tensors(checkpoint / "train_state.pt", mmap=is_utf8(checkpoint))
-    if not isinstance(state, dict):
-        raise ValueError(f"it is a {type(state).__name__}, not a dict")
-    return state
 
 
 def set_newer_aside(checkpoint: Path) -> None:

@@ -43,7 +43,7 @@ from model import GPT
 from plot import read_run
 from text.dataset import load_tokenizer, open_datasets
 from text.windows import DataSet
-from training import checkpoint, resume
+from training import checkpoint, startup
 from training.checkpoint import lock_run, newest_run, shared_files
 from training.metrics import read_metrics
 from training.plan import Progress, lr_at, make_plan
@@ -625,10 +625,10 @@ def test_sizes_and_places_of_data_sets_are_their_weights_and_order(
     files = shared_files(cfg, sets, load_tokenizer(own_data), shape)
     content = [json.loads(files[name]) for name in ("train_config.json", "meta.json")]
     progress = Progress(step=8, best_step=4, best_val_loss=1.0)
-    checkpoint = resume.Saved(*content, asdict(progress))
-    progress, known = resume.progress_of(checkpoint, *mixed(now), {})
+    checkpoint = startup.Saved(*content, asdict(progress))
+    progress, known = startup.progress_of(checkpoint, *mixed(now), {})
     assert (progress.best_step == 4) == comparable == ("evaluates" not in known)
-    changed = " ".join(resume.settings_changed(checkpoint, *mixed(now)))
+    changed = " ".join(startup.settings_changed(checkpoint, *mixed(now)))
     assert ("order of windows" in changed) == reordered and (now in changed) == (now != before)
 
 

@@ -4,8 +4,7 @@ In the order in which train.py calls them:
 
     settings_of_run   return the settings; a resumed run has those of its newest checkpoint
     find_start        find the checkpoint or model folder that the run starts from
-    read_state        read the checkpoint's settings, data and optimizer state
-    check_fits        compare these with the settings and the data of today
+    check_fits        compare a checkpoint with the settings and the data of today
     model_to_tune     open the model of another run or program, and adapt it
 
 Each raises UserError if something is missing or does not fit.
@@ -13,7 +12,7 @@ Each raises UserError if something is missing or does not fit.
 
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,17 @@ import torch
 
 from configurator import UserError, changes, note, set_value, validated
 from hardware.disk import MANIFEST, damage, file_sha256, read_object
-from hardware.machine import Machine, is_sharded
+from hardware.machine import Machine
 from model import GPT, GPTConfig, rope_table
 from text.dataset import load_tokenizer, names_and_weights, newest_dataset, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
 from training.checkpoint import (
+    Saved,
     complete_checkpoints,
     holds_files,
     intact_checkpoint,
-    load_state,
     newest_checkpoint,
     newest_run,
     step_of,
@@ -199,34 +198,6 @@ def facts_of_rank(
 # A run that is resumed
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The files of a checkpoint that describe the run that wrote it."""
-
-    settings: dict  # train_config.json
-    meta: dict  # meta.json
-    state: dict  # train_state.pt
-
-
-def read_state(folder: Path, verify: bool = False) -> Saved:
-    """Read the checkpoint's files, except for the model and the tokenizer.
-
-    verify: whether to compare all of its files with its manifest; find_start() has done so on rank
-    0's computer. Raises UserError or OSError if a file cannot be read, or is damaged.
-    """
-    if verify and (problem := damage(folder)):
-        raise UserError(f"{problem}: all computers must have the same checkpoint")
-    try:
-        meta = read_object(folder / "meta.json")
-        if missing := {"trained_on", "judged_by", "tokenizer"} - meta.keys():
-            raise ValueError(f"meta.json has no {min(missing)}")
-        # Earlier versions did not store the weights of a mixture.
-        meta = {"weights": dict.fromkeys(meta["trained_on"], "1")} | meta
-        return Saved(read_object(folder / "train_config.json"), meta, load_state(folder))
-    except ValueError as e:
-        raise UserError(f"{folder / 'train_state.pt'}, or a .json next to it: {e}") from None
-
-
 def check_fits(
     folder: Path, saved: Saved, c: GPTConfig, cfg: TrainConfig, sets: list[DataSet]
 ) -> None:
@@ -344,39 +315,6 @@ def summary(
     if progress.code not in ("", code):
         lines.append("note: the code has changed since the checkpoint: the steps may differ")
     return "\n".join(lines)
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, state: dict
-) -> None:
-    """Load the state of a checkpoint into the optimizer and the scaler.
-
-    Only the moments are loaded: betas and weight decay may have changed. pop() frees the memory of
-    loaded tensors. The file is mapped: each tensor is read when it is copied.
-    """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = {
-        i: {k: sharded_like(params[i], x) for k, x in tensors.items()}
-        for i, tensors in state.pop("optimizer")["state"].items()
-    }
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
-    if scale := state.pop("scaler"):  # empty if that process did not train in fp16
-        scaler.load_state_dict(scale)
-
-
-def sharded_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the full tensor x, sharded as p is, on the device of p.
-
-    If x is in a file that is mapped into memory, a rank reads only the rows that it holds.
-    """
-    if x.dim() == 0:
-        return x.clone()  # a counter of steps: the optimizer chooses its device
-    if not is_sharded(p):
-        return x.to(p.device, copy=True)
-    mesh = p.device_mesh  # p is a DTensor; to import its class takes half a second
-    n = math.ceil(x.size(0) / mesh.size())
-    rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
-    return type(p).from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
 
 
 # --------------------------------------------------------------------------------------------------
