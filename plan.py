@@ -24,7 +24,8 @@ import torch
 
 import configurator
 from configurator import UserError, columns, folded, given_settings, option, row, validated
-from hardware.machine import memory_advice, memory_capacity, pick_device, pick_dtype
+from hardware.limits import memory_advice, memory_capacity
+from hardware.machine import pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows

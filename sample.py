@@ -54,7 +54,8 @@ from configurator import UserError, harmless, note, one_line, option, parse, run
 from hardware.decoding import record_decoding
 from hardware.disk import MANIFEST
 from hardware.kernels import pick_kernels
-from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
+from hardware.limits import memory_advice
+from hardware.machine import Machine, pick_device, pick_dtype
 from hardware.terminal import plural
 from model import GPT, KVCache
 from text.chat import answer_header, chatml_ids, message_ids

@@ -42,19 +42,19 @@ import torch.distributed as dist
 from configurator import UserError, given_settings, row, run
 from hardware.disk import Lock, code_sha256
 from hardware.kernels import pick_kernels
+from hardware.limits import memory_advice, memory_capacity
 from hardware.machine import (
     Clock,
     HostCopy,
     Machine,
     Stopped,
-    full_tensor,
-    local_shard,
-    memory_advice,
-    memory_capacity,
+    all_sum,
+    autocast,
     start,
     stop_signals,
 )
 from hardware.peak import peak_tflops
+from hardware.sharded import full_tensor, local_shard
 from model import GPT
 from text.dataset import load_tokenizer, open_datasets, train_loader
 from training import startup
@@ -75,8 +75,6 @@ from training.huggingface import from_pretrained
 from training.memory import Step, optimizer_memory
 from training.optimizer import make_optimizer
 from training.parallel import (
-    all_sum,
-    autocast,
     check_capacity,
     compile_now,
     fits,

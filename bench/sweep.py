@@ -47,7 +47,8 @@ from bench.measure import (
     write_json,
 )
 from configurator import changes, option, parse, run
-from hardware.machine import Machine, memory_capacity, out_of_memory, start
+from hardware.limits import memory_capacity, out_of_memory
+from hardware.machine import Machine, start
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT

@@ -1,14 +1,10 @@
-"""What a process runs on: its device and dtype, the other ranks of its run, time, signals, memory.
+"""A process of a run: its device and dtype, the other ranks, the time, and the signals to stop.
 
 start() makes the Machine of a process. A UserError on any rank ends the run with one line, which
 run() of configurator.py prints: no rank needs to ask the others whether they failed.
 """
 
-import ctypes
-import math
 import os
-import re
-import resource
 import signal
 import sys
 import time
@@ -16,22 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from configurator import UserError, harmless
+from hardware.limits import obey_cpu_quota, tune_malloc
 from hardware.terminal import ProgressBar
 
 # The longest that a rank waits for the others in the training loop, where one of them may write a
 # checkpoint to a slow disk.
 LONGEST_WAIT = timedelta(minutes=30)
-# Bytes that CUDA's context takes with its libraries. This is a published figure for a 6B model; it
-# was not measured for this project.
-CONTEXT = 1.3e9
-LATER_LIBRARIES = 0.3e9  # bytes of addresses that torch takes after the start
 
 
 class Stopped(Exception):
@@ -101,6 +93,23 @@ class Machine:
             torch.accelerator.synchronize()
 
 
+def autocast(machine: Machine) -> torch.autocast:
+    """Return the context in which matrix products run in the machine's dtype.
+
+    autocast's cache is off: a forward pass casts each weight once, and the cache would hold all
+    casts until its end.
+    """
+    enabled = machine.dtype != torch.float32
+    return torch.autocast(machine.device.type, machine.dtype, enabled, cache_enabled=False)
+
+
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """Replace x by its sum over all ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
 class HostCopy:
     """Numbers on their way from the device to the host, like a Future.
 
@@ -168,16 +177,6 @@ def local_rank_and_gpu(asked_device: str, world: int) -> tuple[int, int]:
     return int(local_rank or 0), int(local_rank or 0) if gpus > 1 else 0
 
 
-def obey_cpu_quota() -> None:
-    """Let torch use no more threads than the CPU quota of the containers around this process.
-
-    The kernel would stop all of more threads for a part of each tenth of a second. A value of
-    OMP_NUM_THREADS, which torchrun sets for several processes, takes precedence.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), int(cpu_quota()))))
-
-
 def connect(backend: str, device: torch.device) -> None:
     """Connect this process with the others that torchrun has started."""
     store, rank, world = next(dist.rendezvous("env://"))
@@ -194,25 +193,6 @@ def connect(backend: str, device: torch.device) -> None:
         world_size=world,
         device_id=device if device.type == "cuda" else None,
     )
-
-
-def tune_malloc(trim_heap: bool) -> None:
-    """Make glibc keep the memory of freed tensors for the next step; trim_heap: return it instead.
-
-    If glibc returns them to the kernel, every step pays for new pages (bench/LOG.md). But where
-    weights are gathered and freed in turn, the heap fragments: with the setting `shard` a process
-    kept three times the size of its tensors.
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another C library, as on macOS or with musl
-        return
-    if trim_heap:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: larger blocks get pages of their own
-    else:
-        # M_MMAP_MAX: no block has pages of its own, which would be unmapped when it is freed.
-        mallopt(-4, 0)
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 def pick_device(setting: str, local_rank: int = 0) -> torch.device:
@@ -263,32 +243,6 @@ def pick_dtype(setting: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, f"this CPU has {native[0]}"
         return torch.float32, "torch reports no native bfloat16 in this CPU"
     return torch.float32, f"the safe choice on {device.type}"
-
-
-# --------------------------------------------------------------------------------------------------
-# Tensors that are sharded over the ranks, torch's DTensor: their local shards and full values
-#
-# Rank r of W holds the rows r n ... (r + 1) n - 1 of a tensor of R rows, where n = ceil(R / W). The
-# last ranks may hold fewer rows, or none. training/parallel.py shards the weights; their gradients
-# and the optimizer's state are sharded in the same way.
-
-
-def is_sharded(x: torch.Tensor) -> "TypeGuard[dist.tensor.DTensor]":
-    """Return whether x is a DTensor. (The import of this class would take half a second.)"""
-    return hasattr(x, "device_mesh")
-
-
-def local_shard(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of x; x itself if it is not sharded. No copy is made."""
-    return x.to_local() if is_sharded(x) else x
-
-
-def full_tensor(x: torch.Tensor) -> torch.Tensor:
-    """Return the full value of x, on every rank. All ranks must call this.
-
-    A partial result that is still to be summed over the ranks, such as a norm, is summed.
-    """
-    return x.full_tensor() if is_sharded(x) else x
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,116 +312,3 @@ def stop_signals(caught: list[int]) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-# --------------------------------------------------------------------------------------------------
-# Memory that runs out
-
-
-@contextmanager
-def memory_advice(advice: str):
-    """Turn an out-of-memory error in the block into a UserError: one line that ends in `advice`."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as e:
-        if not out_of_memory(e):
-            raise
-        raise UserError(f"out of memory {advice}") from None
-
-
-def out_of_memory(e: BaseException) -> bool:
-    """Return whether the error means that memory ran out.
-
-    The allocators of CUDA and of Python have error types for this. The errors of the CPU's
-    allocator, of cuBLAS, and those that a compiler has wrapped are recognised by their words.
-    """
-    words = "can't allocate memory|out of memory|ALLOC_FAILED|Storage size calculation overflowed"
-    types = torch.OutOfMemoryError | MemoryError
-    return isinstance(e, types) or re.search(words, str(e)) is not None
-
-
-# --------------------------------------------------------------------------------------------------
-# The memory that a device, a computer and its containers still give to this process
-
-
-def available_memory(root: str = "/") -> float:
-    """Return the bytes of memory that the system and the containers around this process still give.
-
-    macOS does not report this: there it is all memory. root: folder of the system's files.
-    """
-    bounds: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_or_empty(f"{root}/proc/meminfo")):
-        bounds.append(1024 * int(free[1]))
-    for group in control_groups(root, "memory"):
-        limit = read_or_empty(group / "memory.max") or read_or_empty(
-            group / "memory.limit_in_bytes"
-        )
-        if limit.strip().isdigit():  # else it is "max"
-            # The rest of a group's memory is file cache, which the kernel reclaims. In version 1,
-            # total_... counts the groups below, too.
-            stat = read_or_empty(group / "memory.stat")
-            kinds = "total_rss|total_shmem" if "total_rss" in stat else "anon|shmem|kernel"
-            used = re.findall(rf"^(?:{kinds}) (\d+)$", stat, re.MULTILINE)
-            bounds.append(int(limit) - sum(map(int, used)))
-    return min(bounds)
-
-
-def cpu_quota(root: str = "/") -> float:
-    """Return the number of CPUs that the containers around this process let it use.
-
-    root: folder of the system's files.
-    """
-    bounds = [float(os.cpu_count() or 1)]
-    for group in control_groups(root, "cpu"):
-        v1 = [read_or_empty(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-        numbers = (read_or_empty(group / "cpu.max") or " ".join(v1)).split()
-        if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # else it is "max", or -1
-            bounds.append(int(numbers[0]) / int(numbers[1]))
-    return min(bounds)
-
-
-def control_groups(root: str, controller: str) -> Iterator[Path]:
-    """Yield the folders of the control groups around this process. The limits of all of them apply.
-
-    A container sees only its own group, at the top. In version 2, all controllers share one tree;
-    in version 1, each has its own. A controller is in one of the two versions only.
-    """
-    listed = read_or_empty(f"{root}/proc/self/cgroup")
-    versions = {rf"^\d+:(?:.*,)?{controller}(?:,.*)?:/(.*)": f"{controller}", r"^0::/(.*)": ""}
-    for pattern, tree in versions.items():
-        group = re.search(pattern, listed, re.MULTILINE)
-        folder = Path(root, "sys/fs/cgroup", tree, group[1] if group else "")
-        yield from (folder, *folder.parents)
-
-
-def own_memory() -> float:
-    """Return the bytes of memory that this process has; 0 if the system does not report them."""
-    rss = re.search(r"RssAnon:\s+(\d+) kB", read_or_empty("/proc/self/status"))
-    return 1024 * int(rss[1]) if rss else 0
-
-
-def read_or_empty(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def memory_capacity(device: torch.device) -> float:
-    """Return the bytes that this process can use on the device, including CUDA's context."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run, on this computer
-    return min(available_memory() / processes, address_space()) + own_memory()
-
-
-def address_space() -> float:
-    """Return the bytes of addresses that this process may still take: `ulimit -v`, on login nodes.
-
-    A part is left for the libraries that torch loads later.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    size = re.search(r"VmSize:\s+(\d+) kB", read_or_empty("/proc/self/status"))
-    is_limited = size and limit != resource.RLIM_INFINITY
-    return max(0, limit - 1024 * int(size[1]) - LATER_LIBRARIES) if is_limited else math.inf

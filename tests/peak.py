@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import new_training
-from hardware.machine import Machine, local_shard
+from hardware.machine import Machine
+from hardware.sharded import local_shard
 from model import GPTConfig
 from training.memory import Step
 from training.settings import TrainConfig

@@ -16,7 +16,8 @@ from itertools import product
 import torch
 
 from bench.measure import Training, new_training
-from hardware.machine import Machine, local_shard, start
+from hardware.machine import Machine, start
+from hardware.sharded import local_shard
 from training.batches import Batch
 from training.settings import TrainConfig, model_config
 

@@ -21,7 +21,7 @@ import train
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE.add(tokenize.ENDMARKER)
 CEILING = 7_900  # lines of code of the product: all but bench/, tests/ and config/
-CEILING_OF_A_RUN = {"files": 28, "lines": 5_300}  # of ours, which a training on a CPU loads
+CEILING_OF_A_RUN = {"files": 32, "lines": 5_300}  # of ours, which a training on a CPU loads
 
 
 @cache

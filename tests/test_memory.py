@@ -12,8 +12,8 @@ from conftest import NEEDS_BF16, REPO
 from peak import measured_peak
 from test_model import ODD, make
 
-from hardware import machine
-from hardware.machine import available_memory, cpu_quota
+from hardware import limits, machine
+from hardware.limits import available_memory, cpu_quota
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
 from training.memory import Step, block_memory, bytes_needed, largest_batch, step_memory
@@ -161,11 +161,11 @@ def test_capacity_includes_what_the_process_holds():
     """
     script = """
 import torch
-from hardware import machine
-machine.available_memory = lambda: 0
+from hardware import limits
+limits.available_memory = lambda: 0
 held, amounts = [], []
 for _ in range(4):
-    amounts.append(machine.memory_capacity(torch.device("cpu")))
+    amounts.append(limits.memory_capacity(torch.device("cpu")))
     held.append(torch.ones(1 << 27))
 print(*(b - a for a, b in zip(amounts, amounts[1:])))
 """
@@ -178,10 +178,10 @@ print(*(b - a for a, b in zip(amounts, amounts[1:])))
 def test_capacity_ends_at_the_address_space_of_a_login_node():
     script = """
 import resource, torch
-from hardware import machine
+from hardware import limits
 size = 1024 * int(open("/proc/self/status").read().split("VmSize:")[1].split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (size + 10**9, size + 10**9))
-print(machine.memory_capacity(torch.device("cpu")) - machine.own_memory())
+print(limits.memory_capacity(torch.device("cpu")) - limits.own_memory())
 """
     command = [sys.executable, "-c", script]
     left = float(subprocess.run(command, cwd=REPO, capture_output=True, check=True).stdout)
@@ -244,13 +244,13 @@ def test_threads_obey_the_cpu_quota_of_the_container(tmp_path, files, cpus, monk
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert cpu_quota(str(tmp_path)) == cpus
     threads = []
-    monkeypatch.setattr(machine, "cpu_quota", lambda: cpu_quota(str(tmp_path)))
+    monkeypatch.setattr(limits, "cpu_quota", lambda: cpu_quota(str(tmp_path)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    machine.obey_cpu_quota()
+    limits.obey_cpu_quota()
     monkeypatch.delenv("OMP_NUM_THREADS")
-    machine.obey_cpu_quota()
+    limits.obey_cpu_quota()
     assert threads == [int(cpus)]
 
 

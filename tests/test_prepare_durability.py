@@ -18,7 +18,7 @@ from conftest import REPO, call, contents, make_records, metrics, python, saved,
 from test_prepare import documents, prepare_set
 
 import prepare
-from hardware.machine import read_or_empty
+from hardware.limits import read_or_empty
 from text.dataset import load_tokenizer
 from training.huggingface import from_pretrained
 

@@ -7,7 +7,8 @@ import torch
 
 from configurator import changes, row
 from hardware.kernels import attention_kernel
-from hardware.machine import Machine, memory_capacity
+from hardware.limits import memory_capacity
+from hardware.machine import Machine
 from hardware.terminal import plural
 from model import GPT, INIT, GPTConfig
 from text.windows import DataSet, Loader

@@ -47,7 +47,8 @@ from hardware.disk import (
     set_aside,
     sync_and_rename,
 )
-from hardware.machine import Machine, full_tensor, is_sharded, local_shard
+from hardware.machine import Machine
+from hardware.sharded import full_tensor, is_sharded, local_shard
 from model import GPTConfig
 from text.dataset import files_of
 from text.hf_tokenizer import (

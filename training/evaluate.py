@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from configurator import UserError, note
-from hardware.machine import Machine
+from hardware.machine import Machine, all_sum, autocast
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.chat import question_ids
@@ -19,7 +19,6 @@ from text.dataset import open_split, open_windows
 from text.tokenizer import IM_END, IM_START, Tokenizer
 from text.windows import DataSet, Documents, Loader, Windows
 from training.batches import to_batch
-from training.parallel import all_sum, autocast
 from training.settings import TrainConfig
 
 

@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hardware.kernels import keeps_gradient, loss_chunk
-from hardware.machine import CONTEXT
+from hardware.limits import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.settings import TrainConfig

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.machine import Machine, is_sharded, local_shard
+from hardware.machine import Machine
+from hardware.sharded import is_sharded, local_shard
 from model import GPT
 from training.settings import TrainConfig
 

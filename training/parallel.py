@@ -11,30 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
-from hardware.machine import Machine, out_of_memory
+from hardware.limits import out_of_memory
+from hardware.machine import Machine, autocast
 from model import GPT
 from training.batches import Batch
 from training.memory import Step, bytes_needed, largest_batch
 from training.plan import Plan, Progress, best_batch, make_plan
 from training.settings import TrainConfig
-
-
-def autocast(machine: Machine) -> torch.autocast:
-    """Return the context in which matrix products run in the machine's dtype.
-
-    autocast's cache is off: a forward pass casts each weight once, and the cache would hold all
-    casts until its end.
-    """
-    enabled = machine.dtype != torch.float32
-    return torch.autocast(machine.device.type, machine.dtype, enabled, cache_enabled=False)
-
-
-def all_sum(x: torch.Tensor) -> torch.Tensor:
-    """Replace x by its sum over all ranks, in place, and return it."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
 
 # --------------------------------------------------------------------------------------------------
 # The batch size
