@@ -30,12 +30,12 @@ from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tfl
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
 from training.banner import rows_of_model, rows_of_plan
+from training.checkpoint import with_model
 from training.huggingface import read_shape
 from training.memory import SHARDS, Step, bytes_needed, largest_batch, overhead, step_memory
 from training.parallel import plan_run
 from training.plan import Plan
-from training.settings import TrainConfig, model_config
-from training.startup import extend_context, with_data, with_model
+from training.settings import TrainConfig, extend_context, model_config, with_data
 
 
 @dataclass(frozen=True)

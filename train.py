@@ -87,7 +87,7 @@ from training.parallel import (
 )
 from training.plan import Progress, lr_at, momentum_at
 from training.report import Report, first_records
-from training.settings import TrainConfig, model_config
+from training.settings import TrainConfig, model_config, with_data
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def main() -> None:
         lock = lock_run(folder)
         init_path = startup.find_start(cfg, folder)
         recorded = startup.recorded_results(init_path, folder)
-        cfg = replace(startup.with_data(cfg), resume="no")  # init_path is the decision
+        cfg = replace(with_data(cfg), resume="no")  # init_path is the decision
     cfg, init_path, recorded = machine.broadcast((cfg, init_path, recorded))
     resumes = "saved" in recorded
 

@@ -67,8 +67,7 @@ from training.evaluate import evaluate
 from training.huggingface import from_pretrained, to_config
 from training.metrics import read_metrics
 from training.plan import make_plan
-from training.settings import model_config
-from training.startup import with_data
+from training.settings import model_config, with_data
 
 
 @dataclass(frozen=True)

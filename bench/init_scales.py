@@ -29,8 +29,7 @@ from hardware.terminal import ProgressBar
 from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from training.plan import make_plan
-from training.settings import model_config
-from training.startup import with_data
+from training.settings import model_config, with_data
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ from hardware.disk import content_sha256
 from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
 from text.dataset import names_and_weights, open_datasets
-from training.settings import TRAINING, TrainConfig
-from training.startup import with_data
+from training.settings import TRAINING, TrainConfig, with_data
 
 # The lab itself gives these settings to every run.
 GIVEN = {"seed", "init_from", "resume", "overwrite", "eval_tokens", "run_name", "out_dir"}

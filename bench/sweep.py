@@ -56,8 +56,7 @@ from text.dataset import open_datasets, train_loader
 from training.memory import Step, largest_batch
 from training.parallel import wants_compile
 from training.plan import make_plan
-from training.settings import TrainConfig, model_config
-from training.startup import with_data
+from training.settings import TrainConfig, model_config, with_data
 
 AXES = "T,B,accum,optimizer,documents"
 SETTINGS = ("optimizer", "documents")  # measured by turns

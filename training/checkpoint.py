@@ -62,7 +62,14 @@ from text.hf_tokenizer import (
 from text.tokenizer import HuggingFace, SentencePiece, Tiktoken, Tokenizer
 from text.windows import DataSet
 from training.evaluate import val_hashes, weights_of
-from training.huggingface import architecture_of, is_utf8, load_tensors, save_weights, to_config
+from training.huggingface import (
+    architecture_of,
+    is_utf8,
+    load_tensors,
+    read_shape,
+    save_weights,
+    to_config,
+)
 from training.metrics import evaluations, read_metrics
 from training.plan import Progress
 from training.report import Report
@@ -410,6 +417,22 @@ def newest_run(out_dir: Path) -> Path | None:
             if newest and not re.search(r"\.old-?[0-9]*$", ckpt_dir.parent.name):
                 saved[ckpt_dir.parent] = (newest / MANIFEST).stat().st_mtime
     return max(saved, key=saved.__getitem__, default=None)
+
+
+def with_model(options: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the folder of the model to fine-tune, and with its block_size if needed.
+
+    The default block_size is lowered to the context of the model; a given one stays. The folder of
+    a run means its newest checkpoint. Raises UserError if the model cannot be read.
+    """
+    init_from = options.get("init_from", "scratch")
+    if init_from == "scratch":
+        return options
+    if newest := newest_checkpoint(Path(init_from) / "ckpt"):
+        init_from = str(newest)
+        options = options | {"init_from": init_from}
+    context = read_shape(init_from).block_size
+    return {"block_size": min(TrainConfig().block_size, context)} | options
 
 
 def losses_of(run: Path) -> dict[Path, float]:

@@ -1,13 +1,14 @@
 """The settings of a training run, with their defaults: `python train.py --help` prints them."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from configurator import UserError, metadata_of, option
+from configurator import UserError, metadata_of, note, option
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
+from text.dataset import newest_dataset
 from text.windows import Documents, LossOn, LossPer
 
 # What a setting means to a run that is resumed. Without a mark, it may change what the run learns
@@ -322,3 +323,27 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
         return GPTConfig(**PRESETS[cfg.preset] | shape, vocab_size=vocab_size)
     except ValueError as e:
         raise UserError(str(e)) from None
+
+
+def extend_context(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
+    """Return the shape of a model, extended to cfg.block_size and cfg.rope_scaling.
+
+    Raises UserError if the model cannot be extended.
+    """
+    if c.pos == "learned" and cfg.block_size > c.block_size:
+        learned = f"the model has learned positions for {c.block_size} tokens only"
+        raise UserError(f"block_size={cfg.block_size}: {learned}: lower it, or use RoPE")
+    length = max(c.block_size, cfg.block_size)
+    try:
+        return replace(c, block_size=length, rope_scaling=cfg.rope_scaling or c.rope_scaling)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+
+
+def with_data(cfg: TrainConfig) -> TrainConfig:
+    """Return the settings; if they name no data set, with the one that was prepared last."""
+    if cfg.dataset:
+        return cfg
+    name = newest_dataset(cfg.data_dir)
+    note(f"dataset={name} is used, the newest in {cfg.data_dir}/")
+    return replace(cfg, dataset=name)

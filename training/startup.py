@@ -22,7 +22,7 @@ from configurator import UserError, changes, note, set_value, validated
 from hardware.disk import MANIFEST, damage, file_sha256, read_object
 from hardware.machine import Machine
 from model import GPT, GPTConfig, rope_table
-from text.dataset import load_tokenizer, names_and_weights, newest_dataset, tokenizer_id
+from text.dataset import load_tokenizer, names_and_weights, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
@@ -34,12 +34,22 @@ from training.checkpoint import (
     newest_checkpoint,
     newest_run,
     step_of,
+    with_model,
 )
 from training.evaluate import judged_by, val_hashes, weights_of
 from training.huggingface import NANOGPT, from_pretrained, read_shape
 from training.metrics import read_metrics, records_until
 from training.plan import Progress
-from training.settings import FIXED, FREE, ORDER, START, TrainConfig, model_config, on_resume
+from training.settings import (
+    FIXED,
+    FREE,
+    ORDER,
+    START,
+    TrainConfig,
+    extend_context,
+    model_config,
+    on_resume,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Its settings
@@ -80,31 +90,6 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
         problem = f"data_dir={cfg.data_dir}, from the checkpoint, does not contain {cfg.dataset}"
         raise UserError(f"{problem}: give the folder of the data sets by --data_dir=FOLDER")
     return cfg
-
-
-def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the folder of the model to fine-tune, and with its block_size if needed.
-
-    The default block_size is lowered to the context of the model; a given one stays. The folder of
-    a run means its newest checkpoint. Raises UserError if the model cannot be read.
-    """
-    init_from = options.get("init_from", "scratch")
-    if init_from == "scratch":
-        return options
-    if newest := newest_checkpoint(Path(init_from) / "ckpt"):
-        init_from = str(newest)
-        options = options | {"init_from": init_from}
-    context = read_shape(init_from).block_size
-    return {"block_size": min(TrainConfig().block_size, context)} | options
-
-
-def with_data(cfg: TrainConfig) -> TrainConfig:
-    """Return the settings; if they name no data set, with the one that was prepared last."""
-    if cfg.dataset:
-        return cfg
-    name = newest_dataset(cfg.data_dir)
-    note(f"dataset={name} is used, the newest in {cfg.data_dir}/")
-    return replace(cfg, dataset=name)
 
 
 def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
@@ -357,18 +342,3 @@ def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: b
     if others := [f"{k}={v}" for k, v in changes(cfg).items() if v != shape.get(k, v)]:
         note(f"{folder} keeps its own shape and ignores {' '.join(others)}")
     return model
-
-
-def extend_context(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
-    """Return the shape of a model, extended to cfg.block_size and cfg.rope_scaling.
-
-    Raises UserError if the model cannot be extended.
-    """
-    if c.pos == "learned" and cfg.block_size > c.block_size:
-        learned = f"the model has learned positions for {c.block_size} tokens only"
-        raise UserError(f"block_size={cfg.block_size}: {learned}: lower it, or use RoPE")
-    length = max(c.block_size, cfg.block_size)
-    try:
-        return replace(c, block_size=length, rope_scaling=cfg.rope_scaling or c.rope_scaling)
-    except ValueError as e:
-        raise UserError(str(e)) from None
