@@ -25,9 +25,18 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
     qwen2    RoPE        RMSNorm     SwiGLU   of qkv   its own    Qwen2ForCausalLM
     qwen3    RoPE        RMSNorm     SwiGLU   no       its own    Qwen3ForCausalLM, with QK-norm
 
-This file needs no other file of this project. Class Kernels calls PyTorch's own kernels. train.py
-and sample.py choose faster versions of the same formulas for some devices, by one line:
-model.use(pick_kernels(device)), from hardware/kernels.py.
+This file needs no other file of this project. A new model has random weights, and learns:
+
+    import torch
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(vocab_size=65, block_size=32, n_layer=2, n_head=4, n_embd=64))
+    ids = torch.randint(65, (8, 33))  # 8 sequences of random tokens
+    loss = model(ids[:, :-1], ids[:, 1:])  # about ln 65 = 4.17
+    loss.backward()  # the gradients, for any optimizer of PyTorch
+
+Class Kernels calls PyTorch's own kernels. train.py and sample.py choose faster versions of the same
+formulas for some devices, by one line: model.use(pick_kernels(device)), from hardware/kernels.py.
 """
 
 import math
@@ -121,7 +130,404 @@ PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# Layers
+# The model
+
+
+class Block(nn.Module):
+    """Attention, then an MLP. Each reads the normalised residual stream and adds its result."""
+
+    # True: keep only x for the backward pass, which then runs compute() again.
+    recompute = False
+    # compute() as torch.compile compiled it, if blocks are compiled one by one.
+    compiled: Callable[..., Tensor] | None = None
+
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__()
+        self.norm_1 = make_norm(c)
+        self.attn = Attention(c, layer)
+        self.norm_2 = make_norm(c)
+        self.mlp = MLP(c)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "KVCache | None") -> Tensor:
+        """x (B, T, C) -> (B, T, C). rope, mask and cache: as in Attention.forward()."""
+        if cache is not None:
+            return self.compute(x, rope, mask, cache)
+        compute = self.compiled or self.compute
+        if not self.recompute or not torch.is_grad_enabled():
+            return compute(x, rope, mask, None)
+        # With dropout, compute() must draw the same numbers again.
+        draws = self.dropout.p > 0
+        inputs = (x, rope, mask, None)
+        return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=draws)
+
+    def compute(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "KVCache | None") -> Tensor:
+        x = x + self.dropout(self.attn(self.norm_1(x), rope, mask, cache))  # (B, T, C)
+        return x + self.dropout(self.mlp(self.norm_2(x)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention: nh query heads over nkv key/value heads.
+
+    Each head computes softmax(q k^T / sqrt(hs) + mask) v (arXiv 1706.03762, eq. 1). The mask is
+    -inf where a key comes after the query, and 0 elsewhere: no position sees the future. If
+    documents are kept apart, it is -inf too where a key is in another document than the query. If
+    nkv < nh, each key/value head serves nh / nkv query heads (GQA, arXiv 2305.13245).
+    """
+
+    kernels: "Kernels"
+
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__()
+        self.layer = layer  # the index of this layer's keys and values in a KVCache
+        self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)  # of q, k and v
+        self.head_dim = c.head_dim
+        self.dropout = c.dropout
+        self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias or c.qkv_bias)
+        self.qkv.rows = [n * c.head_dim for n in self.heads]
+        self.proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "KVCache | None") -> Tensor:
+        """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None.
+
+        mask: of Kernels.document_mask(), to keep documents apart; None: they are not.
+        """
+        B, T, _ = x.shape
+        # One product computes all heads of q, k and v: (B, T, nh + 2 nkv, hs).
+        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)
+        if self.q_norm is not None:
+            q = self.q_norm(q)  # (B, T, nh, hs)
+            k = self.k_norm(k)  # (B, T, nkv, hs)
+        if rope is not None:
+            q = self.kernels.rotate(q, rope)
+            k = self.kernels.rotate(k, rope)
+        q = q.to(v.dtype).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.to(v.dtype).transpose(1, 2)  # (B, nkv, T, hs)
+        v = v.transpose(1, 2)  # (B, nkv, T, hs)
+
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)  # (B, nkv, past + T, hs) each
+        if cache is not None and T == 1:
+            y = cache.attend(q, k, v)  # (B, nh, 1, hs)
+        else:
+            # Repeat each key/value head for the query heads of its group. With enable_gqa=True the
+            # copies are not needed, but a V100 then uses a kernel that stores the T x T matrix.
+            group = q.size(1) // k.size(1)
+            if group > 1:
+                k = k.repeat_interleave(group, dim=1)  # (B, nh, past + T, hs)
+                v = v.repeat_interleave(group, dim=1)
+            dropout = self.dropout if self.training else 0.0
+            y = self.kernels.attend(q, k, v, mask, dropout)  # (B, nh, T, hs)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
+
+
+class MLP(nn.Module):
+    """down(f(up(x))), or with a gate down(f(gate(x)) * up(x)): ACTIVATIONS has f."""
+
+    def __init__(self, c: GPTConfig):
+        super().__init__()
+        self.activation, gated = ACTIVATIONS[c.mlp]
+        self.gate_proj = Linear(c.n_embd, c.d_ff, bias=c.bias) if gated else None
+        self.up_proj = Linear(c.n_embd, c.d_ff, bias=c.bias)
+        self.down_proj = Linear(c.d_ff, c.n_embd, bias=c.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, T, d_ff) -> (B, T, C)."""
+        if self.gate_proj is not None:
+            # Under fp16, autocast would cast x for each of the two products, and keep both copies.
+            x = x.to(product_dtype(x))
+            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class GPT(nn.Module):
+    """Embeddings, n_layer blocks, a last norm, and the head that computes the logits.
+
+    A new model draws its weights from torch's generator, as `init`, a key of INIT, says. On the
+    meta device it draws none: its weights have only shapes, until others are loaded.
+    """
+
+    kernels: "Kernels"
+    # loss() as torch.compile compiled it, if the blocks are compiled one by one.
+    compiled_loss: Callable[..., Tensor] | None = None
+    # Computes the logits of one more token for each text: RecordedStep of hardware/decoding.py.
+    decoder: Callable[["GPT", "KVCache"], Callable[[Tensor], Tensor]] | None = None
+
+    def __init__(self, c: GPTConfig, init: str = "gpt2"):
+        super().__init__()
+        self.config = c
+        self.wte = Embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = cast(Sequence[Block], nn.ModuleList(Block(c, i) for i in range(c.n_layer)))
+        self.norm_f = make_norm(c)
+        self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        if c.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        rope = rope_table(c) if c.pos == "rope" else None
+        self.register_buffer("rope", rope, persistent=False)  # not saved: the config determines it
+        self.use(Kernels())
+        if not self.wte.weight.is_meta:
+            self.init_weights(init)
+
+    def use(self, kernels: "Kernels") -> "GPT":
+        """Compute with these kernels from now on, in all layers. Return this model."""
+        for module in self.modules():
+            module.kernels = kernels  # pyrefly: ignore[bad-argument-type]
+        return self
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        eos_id: int | None = None,
+        cache: "KVCache | None" = None,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Tensor:
+        """Return the loss if targets are given, else the logits (B, V) of the last position.
+
+        idx: token ids (B, T), T <= block_size.
+        targets: the token that follows each token of idx, (B, T); -1: ignore this position.
+        The loss is the cross-entropy -ln p(target) in nats, the mean or sum over the positions.
+        weights: (B, T), by which the loss of each position is multiplied. The mean is then over all
+        positions, those that are ignored included.
+        eos_id: keep documents apart. The eos that ends a document counts as the first token of the
+        next one. Each token attends only to its own document, and positions are counted within it.
+        cache: holds the tokens before idx. Those of idx are added, and the caller then adds their
+        number to cache.length.
+        """
+        T = idx.size(1)
+        positions = slice(0, T) if cache is None else cache.positions(T)
+        mask = None
+        if eos_id is not None:
+            position = torch.arange(T, device=idx.device)
+            # (B, T): where the document of each token starts: 0 0 2 2 2 for 5 7 eos 3 4
+            starts = torch.where(idx == eos_id, position, 0).cummax(dim=1).values
+            # With RoPE, only the distance of two tokens counts, and that is the same in a document.
+            if self.wpe is not None:
+                positions = position - starts  # (B, T)
+            mask = self.kernels.document_mask(self, starts, product_dtype(self.wte.weight))
+
+        x = self.wte(idx)  # (B, T, C)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[positions]  # (B, T, C) + (T, C), or (B, T, C) of documents
+        # Keep the residual stream in bf16. Autocast would leave it in fp32: twice the bytes, and no
+        # better loss (bench/LOG.md). In fp16 it could overflow, so with fp16 it stays in fp32.
+        if product_dtype(x) == torch.bfloat16:
+            x = x.bfloat16()
+        rope = None if self.rope is None else self.rope[:, positions]  # (2, T, 1, hs)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, rope, mask, cache)  # (B, T, C)
+
+        if targets is None:
+            logits = self.logits(x[:, -1])  # (B, padded V)
+            return logits[:, : self.config.vocab_size].float()  # (B, V)
+        loss = self.compiled_loss or self.loss
+        return loss(x, targets, weights, reduction)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
+        return self.lm_head(self.norm_f(x))
+
+    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
+        """Return the cross-entropy of the targets (B, T), given the residual stream (B, T, C)."""
+        # The columns of the padding have probability 0. So their rows in lm_head get no gradient
+        # and stay 0, and a checkpoint need not store them.
+        logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
+        logits = self.kernels.mask_padding(logits, self.config.vocab_size)
+        weights = None if weights is None else weights.flatten()
+        return self.kernels.cross_entropy(logits, targets.flatten(), weights, reduction)
+
+    # -- generation --
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_id: int | None = None,
+        cache: "KVCache | None" = None,
+    ) -> Iterator[Tensor]:
+        """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
+
+        It ends after max_new_tokens steps, or when every text has reached eos_id. A text that has
+        reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
+
+        cache: of a conversation, with capacity block_size, so that only new tokens go through the
+        model. It holds the first cache.length tokens of idx, and not the last one. In the end it
+        holds all tokens except the last one that was yielded.
+
+        When block_size is full, the older half of the context is dropped, and the newer half goes
+        through the model again. All other steps compute only one token.
+
+        Raises ArithmeticError if the logits are not finite.
+        """
+        c = self.config
+        idx = idx[:, -c.block_size :]
+        if cache is None:
+            capacity = min(c.block_size, idx.size(1) + max_new_tokens)
+            cache = KVCache(c, idx.size(0), capacity, self.wte.weight)
+        decode = self.decoder(self, cache) if self.decoder else None
+        ended = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
+        for _ in range(max_new_tokens):
+            if idx.size(1) > c.block_size:
+                idx = idx[:, -max(1, c.block_size // 2) :]
+                cache.length = 0
+            new = idx[:, cache.length :]  # a prompt, or the newest token (B, 1)
+            if decode and new.size(1) == 1:
+                logits = decode(new)  # (B, V)
+            else:
+                logits = self(new, cache=cache)  # (B, V)
+            cache.length = idx.size(1)
+            token = sample_token(logits, temperature, top_k, top_p)  # (B,)
+            if eos_id is not None:
+                token = torch.where(ended, eos_id, token)
+                ended = ended | (token == eos_id)
+            idx = torch.cat((idx, token[:, None]), dim=1)  # (B, T + 1)
+            # One copy brings both numbers from the device: the CPU waits once per token (with
+            # top_p, sample_token waits once more).
+            total, all_ended = torch.stack((logits.sum(), ended.all())).tolist()
+            if not math.isfinite(total):
+                raise ArithmeticError("the model's output is not finite: are its weights damaged?")
+            yield token
+            if all_ended:
+                return
+
+    # -- initialisation --
+
+    @torch.no_grad()
+    def init_weights(self, scheme: str) -> None:
+        """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
+
+        Embeddings have a std of 0.02. Biases are 0, and the weights of norms are 1.
+        """
+        c = self.config
+        for name, p in self.named_parameters():
+            layer, kind = name.split(".")[-2:]
+            if p.dim() == 1:
+                p.fill_(0.0 if kind == "bias" else 1.0)
+                continue
+            if layer in ("wte", "lm_head"):
+                p.zero_()  # the rows of the padding stay 0
+                p = p[: c.vocab_size]
+            matrices = p.split(self.blocks[0].attn.qkv.rows) if layer == "qkv" else [p]
+            for role, weight in zip(ROLES[layer], matrices, strict=True):
+                std = 0.02
+                if role != "embed":
+                    std = INIT[scheme](role, weight.size(1), weight.size(0), c.n_layer)
+                if scheme == "trunc_normal":  # a number beyond 3 std is drawn again
+                    nn.init.trunc_normal_(weight, 0, std, -3 * std, 3 * std)
+                else:
+                    weight.normal_(0.0, std)
+
+    # -- accounting: one definition for train.py, bench/ and tests/ --
+
+    def param_groups(self, weight_decay: float) -> list[dict]:
+        """Return the parameters in groups for an optimizer. All but vectors have weight decay.
+
+        The group "matrices" also has `rows`, for Muon: the parameter qkv holds three matrices, one
+        below the other, and its entry in `rows` says how many rows each of them has.
+
+        A checkpoint numbers the parameters in this order, so the order must not change.
+        """
+        layers = [m for block in self.blocks for m in block.modules() if isinstance(m, Linear)]
+        matrices = [layer.weight for layer in layers]
+        rows = [layer.rows or [layer.out_features] for layer in layers]
+        embeddings = [layer.weight for layer in (self.wte, self.wpe) if layer is not None]
+        head = [] if self.config.tie_embeddings else [self.lm_head.weight]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        groups = [
+            {"name": "embeddings", "params": embeddings, "weight_decay": weight_decay},
+            {"name": "matrices", "params": matrices, "weight_decay": weight_decay, "rows": rows},
+            {"name": "head", "params": head, "weight_decay": weight_decay},
+            {"name": "vectors", "params": vectors, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def num_params(self) -> dict[str, int]:
+        """Return the numbers of parameters, without the padding of the vocabulary.
+
+        total: all of them. embedding: wte and wpe, where rows are looked up. matmul: the weights
+        (without biases) of all linear layers, including lm_head whether it is tied or not.
+        """
+        c = self.config
+        padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd  # of wte, and of lm_head
+        total = sum(p.numel() for p in self.parameters()) - (1 if c.tie_embeddings else 2) * padding
+        embedding = (c.vocab_size + (c.block_size if self.wpe is not None else 0)) * c.n_embd
+        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) - padding
+        return {"total": total, "embedding": embedding, "matmul": matmul}
+
+    def flops_per_token(self, T: int) -> int:
+        """Return the FLOPs of the model per token, forward and backward, in sequences of T tokens.
+
+        6 N_matmul + 12 n_layer nh hs T (PaLM, arXiv 2204.02311, appendix B). Each weight takes a
+        multiplication and an addition in the forward pass, and twice as many in the backward pass.
+        Attention is counted with the full T x T matrix. Work that is recomputed is counted once.
+        """
+        c = self.config
+        return 6 * self.num_params()["matmul"] + 12 * c.n_layer * c.n_head * c.head_dim * T
+
+
+# --------------------------------------------------------------------------------------------------
+# Its layers, and the computations that some devices do otherwise
+
+
+class Linear(nn.Linear):
+    """x (..., K) -> x @ weight.T + bias (..., N)."""
+
+    kernels: "Kernels"
+
+    # The weight of the qkv layer is three matrices, one below the other: these are their numbers of
+    # rows. init_weights and Muon treat each matrix by itself. (): the weight is one matrix.
+    rows: Sequence[int] = ()
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to 0, when nn.Linear's constructor calls this.
+
+        PyTorch's own version would draw random weights, which takes seconds on a CPU. GPT draws
+        them once, when all layers are made.
+        """
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.kernels.linear(input, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """Token ids (...) -> their rows of weight (..., C)."""
+
+    reset_parameters = Linear.reset_parameters
+
+
+class RMSNorm(nn.RMSNorm):
+    """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n."""
+
+    eps: float
+    kernels: "Kernels"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+def make_norm(c: GPTConfig) -> nn.Module:
+    """Return RMSNorm, or LayerNorm, which also subtracts the mean (arXiv 1607.06450)."""
+    if c.norm == "layernorm":
+        return nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
+    return RMSNorm(c.n_embd, c.norm_eps)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer multiplies x: that of autocast, if it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Kernels:
@@ -202,49 +608,8 @@ class Kernels:
         return loss.mean() if reduction == "mean" else loss.sum()
 
 
-class Linear(nn.Linear):
-    """x (..., K) -> x @ weight.T + bias (..., N)."""
-
-    kernels = Kernels()
-
-    # The weight of the qkv layer is three matrices, one below the other: these are their numbers of
-    # rows. init_weights and Muon treat each matrix by itself. (): the weight is one matrix.
-    rows: Sequence[int] = ()
-
-    def reset_parameters(self) -> None:
-        """Set the parameters to 0, when nn.Linear's constructor calls this.
-
-        PyTorch's own version would draw random weights, which takes seconds on a CPU. That is not
-        needed, since GPT.init_weights draws the weights later.
-        """
-        for p in self.parameters():
-            nn.init.zeros_(p)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.kernels.linear(input, self.weight, self.bias)
-
-
-class Embedding(nn.Embedding):
-    """Token ids (...) -> their rows of weight (..., C)."""
-
-    reset_parameters = Linear.reset_parameters
-
-
-class RMSNorm(nn.RMSNorm):
-    """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n."""
-
-    eps: float
-    kernels = Kernels()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps)
-
-
-def make_norm(c: GPTConfig) -> nn.Module:
-    """Return RMSNorm, or LayerNorm, which also subtracts the mean (arXiv 1607.06450)."""
-    if c.norm == "layernorm":
-        return nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
-    return RMSNorm(c.n_embd, c.norm_eps)
+# --------------------------------------------------------------------------------------------------
+# Generation
 
 
 class KVCache:
@@ -284,356 +649,6 @@ class KVCache:
         B, nkv, _, hs = k.shape
         grouped = q.reshape(B, nkv, -1, hs)  # (B, nkv, nh / nkv, hs)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
-
-
-class Attention(nn.Module):
-    """Causal self-attention: nh query heads over nkv key/value heads.
-
-    Each head computes softmax(q k^T / sqrt(hs) + mask) v (arXiv 1706.03762, eq. 1). The mask is
-    -inf where a key comes after the query, and 0 elsewhere: no position sees the future. If
-    documents are kept apart, it is -inf too where a key is in another document than the query. If
-    nkv < nh, each key/value head serves nh / nkv query heads (GQA, arXiv 2305.13245).
-    """
-
-    kernels = Kernels()
-
-    def __init__(self, c: GPTConfig, layer: int):
-        super().__init__()
-        self.layer = layer  # the index of this layer's keys and values in a KVCache
-        self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)  # of q, k and v
-        self.head_dim = c.head_dim
-        self.dropout = c.dropout
-        self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias or c.qkv_bias)
-        self.qkv.rows = [n * c.head_dim for n in self.heads]
-        self.proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
-
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: KVCache | None) -> Tensor:
-        """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None.
-
-        mask: of Kernels.document_mask(), to keep documents apart; None: they are not.
-        """
-        B, T, _ = x.shape
-        # One product computes all heads of q, k and v: (B, T, nh + 2 nkv, hs).
-        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)
-        if self.q_norm is not None:
-            q = self.q_norm(q)  # (B, T, nh, hs)
-            k = self.k_norm(k)  # (B, T, nkv, hs)
-        if rope is not None:
-            q = self.kernels.rotate(q, rope)
-            k = self.kernels.rotate(k, rope)
-        q = q.to(v.dtype).transpose(1, 2)  # (B, nh, T, hs)
-        k = k.to(v.dtype).transpose(1, 2)  # (B, nkv, T, hs)
-        v = v.transpose(1, 2)  # (B, nkv, T, hs)
-
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)  # (B, nkv, past + T, hs) each
-        if cache is not None and T == 1:
-            y = cache.attend(q, k, v)  # (B, nh, 1, hs)
-        else:
-            # Repeat each key/value head for the query heads of its group. With enable_gqa=True the
-            # copies are not needed, but a V100 then uses a kernel that stores the T x T matrix.
-            group = q.size(1) // k.size(1)
-            if group > 1:
-                k = k.repeat_interleave(group, dim=1)  # (B, nh, past + T, hs)
-                v = v.repeat_interleave(group, dim=1)
-            dropout = self.dropout if self.training else 0.0
-            y = self.kernels.attend(q, k, v, mask, dropout)  # (B, nh, T, hs)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer multiplies x: that of autocast, if it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-class MLP(nn.Module):
-    """down(f(up(x))), or with a gate down(f(gate(x)) * up(x)): ACTIVATIONS has f."""
-
-    def __init__(self, c: GPTConfig):
-        super().__init__()
-        self.activation, gated = ACTIVATIONS[c.mlp]
-        self.gate_proj = Linear(c.n_embd, c.d_ff, bias=c.bias) if gated else None
-        self.up_proj = Linear(c.n_embd, c.d_ff, bias=c.bias)
-        self.down_proj = Linear(c.d_ff, c.n_embd, bias=c.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, C) -> (B, T, d_ff) -> (B, T, C)."""
-        if self.gate_proj is not None:
-            # Under fp16, autocast would cast x for each of the two products, and keep both copies.
-            x = x.to(product_dtype(x))
-            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(self.activation(self.up_proj(x)))
-
-
-class Block(nn.Module):
-    """Attention, then an MLP. Each reads the normalised residual stream and adds its result."""
-
-    # True: keep only x for the backward pass, which then runs compute() again.
-    recompute = False
-    # compute() as torch.compile compiled it, if blocks are compiled one by one.
-    compiled: Callable[..., Tensor] | None = None
-
-    def __init__(self, c: GPTConfig, layer: int):
-        super().__init__()
-        self.norm_1 = make_norm(c)
-        self.attn = Attention(c, layer)
-        self.norm_2 = make_norm(c)
-        self.mlp = MLP(c)
-        self.dropout = nn.Dropout(c.dropout)
-
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: KVCache | None) -> Tensor:
-        """x (B, T, C) -> (B, T, C). rope, mask and cache: as in Attention.forward()."""
-        if cache is not None:
-            return self.compute(x, rope, mask, cache)
-        compute = self.compiled or self.compute
-        if not self.recompute or not torch.is_grad_enabled():
-            return compute(x, rope, mask, None)
-        # With dropout, compute() must draw the same numbers again.
-        draws = self.dropout.p > 0
-        inputs = (x, rope, mask, None)
-        return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=draws)
-
-    def compute(self, x: Tensor, rope: Tensor | None, mask: Any, cache: KVCache | None) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm_1(x), rope, mask, cache))  # (B, T, C)
-        return x + self.dropout(self.mlp(self.norm_2(x)))
-
-
-# --------------------------------------------------------------------------------------------------
-# The model
-
-
-class GPT(nn.Module):
-    """Embeddings, n_layer blocks, a last norm, and the head that computes the logits."""
-
-    kernels = Kernels()
-    # loss() as torch.compile compiled it, if the blocks are compiled one by one.
-    compiled_loss: Callable[..., Tensor] | None = None
-    # Computes the logits of one more token for each text: RecordedStep of hardware/decoding.py.
-    decoder: Callable[["GPT", KVCache], Callable[[Tensor], Tensor]] | None = None
-
-    def __init__(self, c: GPTConfig):
-        super().__init__()
-        self.config = c
-        self.wte = Embedding(c.padded_vocab_size, c.n_embd)
-        self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
-        self.dropout = nn.Dropout(c.dropout)
-        self.blocks = cast(Sequence[Block], nn.ModuleList(Block(c, i) for i in range(c.n_layer)))
-        self.norm_f = make_norm(c)
-        self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False)
-        if c.tie_embeddings:
-            self.lm_head.weight = self.wte.weight
-        rope = rope_table(c) if c.pos == "rope" else None
-        self.register_buffer("rope", rope, persistent=False)  # not saved: the config determines it
-
-    def use(self, kernels: Kernels) -> "GPT":
-        """Compute with these kernels from now on, in all layers. Return this model."""
-        for module in self.modules():
-            if hasattr(module, "kernels"):
-                module.kernels = kernels  # pyrefly: ignore[bad-argument-type]
-        return self
-
-    def forward(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        weights: Tensor | None = None,
-        eos_id: int | None = None,
-        cache: KVCache | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-    ) -> Tensor:
-        """Return the loss if targets are given, else the logits (B, V) of the last position.
-
-        idx: token ids (B, T), T <= block_size.
-        targets: the token that follows each token of idx, (B, T); -1: ignore this position.
-        The loss is the cross-entropy -ln p(target) in nats, the mean or sum over the positions.
-        weights: (B, T), by which the loss of each position is multiplied. The mean is then over all
-        positions, those that are ignored included.
-        eos_id: keep documents apart. The eos that ends a document counts as the first token of the
-        next one. Each token attends only to its own document, and positions are counted within it.
-        cache: holds the tokens before idx. Those of idx are added, and the caller then adds their
-        number to cache.length.
-        """
-        T = idx.size(1)
-        positions = slice(0, T) if cache is None else cache.positions(T)
-        mask = None
-        if eos_id is not None:
-            position = torch.arange(T, device=idx.device)
-            # (B, T): where the document of each token starts: 0 0 2 2 2 for 5 7 eos 3 4
-            starts = torch.where(idx == eos_id, position, 0).cummax(dim=1).values
-            # With RoPE, only the distance of two tokens counts, and that is the same in a document.
-            if self.wpe is not None:
-                positions = position - starts  # (B, T)
-            mask = self.kernels.document_mask(self, starts, product_dtype(self.wte.weight))
-
-        x = self.wte(idx)  # (B, T, C)
-        if self.wpe is not None:
-            x = x + self.wpe.weight[positions]  # (B, T, C) + (T, C), or (B, T, C) of documents
-        # Keep the residual stream in bf16. Autocast would leave it in fp32: twice the bytes, and no
-        # better loss (bench/LOG.md). In fp16 it could overflow, so with fp16 it stays in fp32.
-        if product_dtype(x) == torch.bfloat16:
-            x = x.bfloat16()
-        rope = None if self.rope is None else self.rope[:, positions]  # (2, T, 1, hs)
-        x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x, rope, mask, cache)  # (B, T, C)
-
-        if targets is None:
-            logits = self.logits(x[:, -1])  # (B, padded V)
-            return logits[:, : self.config.vocab_size].float()  # (B, V)
-        loss = self.compiled_loss or self.loss
-        return loss(x, targets, weights, reduction)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
-        return self.lm_head(self.norm_f(x))
-
-    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
-        """Return the cross-entropy of the targets (B, T), given the residual stream (B, T, C)."""
-        # The columns of the padding have probability 0. So their rows in lm_head get no gradient
-        # and stay 0, and a checkpoint need not store them.
-        logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
-        logits = self.kernels.mask_padding(logits, self.config.vocab_size)
-        weights = None if weights is None else weights.flatten()
-        return self.kernels.cross_entropy(logits, targets.flatten(), weights, reduction)
-
-    # -- generation --
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        eos_id: int | None = None,
-        cache: KVCache | None = None,
-    ) -> Iterator[Tensor]:
-        """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
-
-        It ends after max_new_tokens steps, or when every text has reached eos_id. A text that has
-        reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
-
-        cache: of a conversation, with capacity block_size, so that only new tokens go through the
-        model. It holds the first cache.length tokens of idx, and not the last one. In the end it
-        holds all tokens except the last one that was yielded.
-
-        When block_size is full, the older half of the context is dropped, and the newer half goes
-        through the model again. All other steps compute only one token.
-
-        Raises ArithmeticError if the logits are not finite.
-        """
-        c = self.config
-        idx = idx[:, -c.block_size :]
-        if cache is None:
-            capacity = min(c.block_size, idx.size(1) + max_new_tokens)
-            cache = KVCache(c, idx.size(0), capacity, self.wte.weight)
-        decode = self.decoder(self, cache) if self.decoder else None
-        ended = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
-        for _ in range(max_new_tokens):
-            if idx.size(1) > c.block_size:
-                idx = idx[:, -max(1, c.block_size // 2) :]
-                cache.length = 0
-            new = idx[:, cache.length :]  # a prompt, or the newest token (B, 1)
-            if decode and new.size(1) == 1:
-                logits = decode(new)  # (B, V)
-            else:
-                logits = self(new, cache=cache)  # (B, V)
-            cache.length = idx.size(1)
-            token = sample_token(logits, temperature, top_k, top_p)  # (B,)
-            if eos_id is not None:
-                token = torch.where(ended, eos_id, token)
-                ended = ended | (token == eos_id)
-            idx = torch.cat((idx, token[:, None]), dim=1)  # (B, T + 1)
-            # One copy brings both numbers from the device: the CPU waits once per token (with
-            # top_p, sample_token waits once more).
-            total, all_ended = torch.stack((logits.sum(), ended.all())).tolist()
-            if not math.isfinite(total):
-                raise ArithmeticError("the model's output is not finite: are its weights damaged?")
-            yield token
-            if all_ended:
-                return
-
-    # -- initialisation --
-
-    @torch.no_grad()
-    def init_weights(self, scheme: str = "gpt2") -> None:
-        """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
-
-        Embeddings have a std of 0.02. Biases are 0, and the weights of norms are 1.
-        """
-        c = self.config
-        for name, p in self.named_parameters():
-            layer, kind = name.split(".")[-2:]
-            if p.dim() == 1:
-                p.fill_(0.0 if kind == "bias" else 1.0)
-                continue
-            if layer in ("wte", "lm_head"):
-                p.zero_()  # the rows of the padding stay 0
-                p = p[: c.vocab_size]
-            matrices = p.split(self.blocks[0].attn.qkv.rows) if layer == "qkv" else [p]
-            for role, weight in zip(ROLES[layer], matrices, strict=True):
-                std = 0.02
-                if role != "embed":
-                    std = INIT[scheme](role, weight.size(1), weight.size(0), c.n_layer)
-                if scheme == "trunc_normal":  # a number beyond 3 std is drawn again
-                    nn.init.trunc_normal_(weight, 0, std, -3 * std, 3 * std)
-                else:
-                    weight.normal_(0.0, std)
-
-    # -- accounting: one definition for train.py, bench/ and tests/ --
-
-    def param_groups(self, weight_decay: float) -> list[dict]:
-        """Return the parameters in groups for an optimizer. All but vectors have weight decay.
-
-        The group "matrices" also has `rows`, for Muon: the parameter qkv holds three matrices, one
-        below the other, and its entry in `rows` says how many rows each of them has.
-
-        A checkpoint numbers the parameters in this order, so the order must not change.
-        """
-        layers = [m for block in self.blocks for m in block.modules() if isinstance(m, Linear)]
-        matrices = [layer.weight for layer in layers]
-        rows = [layer.rows or [layer.out_features] for layer in layers]
-        embeddings = [layer.weight for layer in (self.wte, self.wpe) if layer is not None]
-        head = [] if self.config.tie_embeddings else [self.lm_head.weight]
-        vectors = [p for p in self.parameters() if p.dim() < 2]
-        groups = [
-            {"name": "embeddings", "params": embeddings, "weight_decay": weight_decay},
-            {"name": "matrices", "params": matrices, "weight_decay": weight_decay, "rows": rows},
-            {"name": "head", "params": head, "weight_decay": weight_decay},
-            {"name": "vectors", "params": vectors, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
-
-    def num_params(self) -> dict[str, int]:
-        """Return the numbers of parameters, without the padding of the vocabulary.
-
-        total: all of them. embedding: wte and wpe, where rows are looked up. matmul: the weights
-        (without biases) of all linear layers, including lm_head whether it is tied or not.
-        """
-        c = self.config
-        padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd  # of wte, and of lm_head
-        total = sum(p.numel() for p in self.parameters()) - (1 if c.tie_embeddings else 2) * padding
-        embedding = (c.vocab_size + (c.block_size if self.wpe is not None else 0)) * c.n_embd
-        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) - padding
-        return {"total": total, "embedding": embedding, "matmul": matmul}
-
-    def flops_per_token(self, T: int) -> int:
-        """Return the FLOPs of the model per token, forward and backward, in sequences of T tokens.
-
-        6 N_matmul + 12 n_layer nh hs T (PaLM, arXiv 2204.02311, appendix B). Each weight takes a
-        multiplication and an addition in the forward pass, and twice as many in the backward pass.
-        Attention is counted with the full T x T matrix. Work that is recomputed is counted once.
-        """
-        c = self.config
-        return 6 * self.num_params()["matmul"] + 12 * c.n_layer * c.n_head * c.head_dim * T
-
-
-# --------------------------------------------------------------------------------------------------
-# The choice of the next token
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:

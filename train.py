@@ -128,9 +128,8 @@ def main() -> None:
     progress = Progress()
     with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
         if init_path is None:
-            model = GPT(model_config(cfg, sets[0].meta["vocab_size"]))
             torch.manual_seed(cfg.seed)  # the same weights on every rank
-            model.init_weights(cfg.init)
+            model = GPT(model_config(cfg, sets[0].meta["vocab_size"]), cfg.init)
         elif resumes:
             # Rank 0 has verified the files on its computer. The other computers do it here.
             elsewhere = machine.local_rank == 0 and not machine.is_main

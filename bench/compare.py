@@ -227,7 +227,6 @@ model = GPT(GPTConfig(**shape)).to(device, getattr(torch, dtype)).eval()
 if kind != "nanoGPT":
     from hardware.decoding import record_decoding
     from hardware.kernels import pick_kernels
-    model.init_weights()  # nanoGPT's constructor draws its weights by itself
     record_decoding(model.use(pick_kernels(torch.device(device))))
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():

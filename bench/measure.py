@@ -133,9 +133,8 @@ def new_training(cfg: TrainConfig, c: GPTConfig, machine: Machine) -> Training:
     """Return the training of a new model. All steps have the same random tokens, (B, T)."""
     device = machine.device
     with device:  # draw the weights on the device: a CPU takes seconds for 100M of them
-        model = GPT(c)
         torch.manual_seed(cfg.seed)
-        model.init_weights(cfg.init)
+        model = GPT(c, cfg.init)
     model.to(device)  # moves the constants that numpy made
     batch = Batch(*torch.randint(c.vocab_size, (2, cfg.batch_size, cfg.block_size), device=device))
     compiled = wants_compile(cfg, device.type, 0)

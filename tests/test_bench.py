@@ -50,7 +50,6 @@ SHAPE = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_si
 def peer_of(folder: Path, steps: int) -> Path:
     """Write a peer whose weights were saved after so many steps."""
     model = GPT(GPTConfig(**PRESETS["gpt2"] | SHAPE))
-    model.init_weights()
     (folder / "saved").mkdir(parents=True)
     content = {"model": as_nanogpt(model), "model_args": SHAPE, "iter_num": steps}
     torch.save(content, folder / "saved" / "ckpt.pt")

@@ -253,9 +253,8 @@ def test_a_batch_has_the_loss_and_gradient_of_its_conversations(
     chats(tiny_data, tmp_path / "data", [talk(*m) for m in talks], "--val_fraction=0.3")
     T = 1024
     shape = PRESETS["qwen3"] | dict(n_layer=2, n_head=2, n_embd=32, block_size=T)
-    model = GPT(GPTConfig(**shape, vocab_size=400)).double()
     torch.manual_seed(0)
-    model.init_weights("xavier")
+    model = GPT(GPTConfig(**shape, vocab_size=400), "xavier").double()
     [data] = open_datasets("tiny", tmp_path / "data")
     eos_id = tokenizer.eos_id if documents == "pack" else None
     total = 0.0

@@ -39,8 +39,7 @@ def conversation_of(checkpoint: Path, shape: dict, **settings) -> sample.Convers
     """Return one with an untrained model, and with the tokenizer of a checkpoint."""
     tokenizer = load_tokenizer(checkpoint)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**(shape | dict(vocab_size=tokenizer.vocab_size))))
-    model.init_weights("xavier")
+    model = GPT(GPTConfig(**(shape | dict(vocab_size=tokenizer.vocab_size))), "xavier")
     settings = dict(chat=True, temperature=0, system="the loop") | settings
     # In fp64, no rounding decides which token is the likeliest.
     model = model.double().eval()

@@ -154,8 +154,7 @@ def test_the_loss_of_a_step_is_the_weighted_mean(tiny_data, tmp_path):
     settings = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["settings"]
     cfg = TrainConfig(**{k: v for k, v in settings.items() if hasattr(TrainConfig, k)})
     torch.manual_seed(5)
-    model = GPT(model_config(cfg, 400))
-    model.init_weights(cfg.init)
+    model = GPT(model_config(cfg, 400), cfg.init)
     x, y, weights, eos_id = to_batch(rows, torch.device("cpu"))
     total = model(x, y, weights, eos_id, reduction="sum")
     assert metrics(run, "loss")[1] == pytest.approx((total / weights.sum()).item(), rel=1e-5)

@@ -1,6 +1,8 @@
 """The model: its architecture, its numbers, its initialisation, and the text that it generates."""
 
 import math
+import re
+import textwrap
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from model import (
     rope_table,
     sample_token,
 )
+from model import __doc__ as description
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 LLAMA = PRESETS["llama"] | SMALL
@@ -43,8 +46,7 @@ ODD = {  # name -> a shape that a careless export or cache would get wrong
 def make(name: str, scheme: str = "llama", **overrides) -> GPT:
     """Return a model of ODD with the kernels of a CPU, as train.py and sample.py use them."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**(ODD[name] | overrides)))
-    model.init_weights(scheme)
+    model = GPT(GPTConfig(**(ODD[name] | overrides)), scheme)
     return model.use(pick_kernels(CPU.device)).eval()
 
 
@@ -211,6 +213,31 @@ def test_parameters_keep_their_order_and_only_matrices_decay(name):
 
 # -- initialisation --
 
+
+def test_the_example_of_the_docstring_runs_and_its_model_learns():
+    torch.manual_seed(0)
+    names = {}
+    exec(textwrap.dedent(re.search("learns:\\n(.*?)\\nClass", description, re.DOTALL)[1]), names)
+    gpt, ids = names["model"], names["ids"]
+    assert names["loss"].item() == pytest.approx(math.log(65), abs=0.1)
+    assert all(p.grad.any() for p in gpt.parameters())
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.003)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = gpt(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+    assert loss < 1
+
+
+def test_a_model_on_the_meta_device_draws_nothing():
+    """So a seed gives one text, whether or not a model was loaded before."""
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        GPT(GPTConfig(**LLAMA))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 L = 8  # layers of the model that is measured
 D = 256  # its width; d_ff = 1024
 XAVIER = math.sqrt(2 / 512)
@@ -233,8 +260,7 @@ PROMISED = {  # scheme -> the std of query, value, out, up, down by its publishe
 def test_init_has_the_standard_deviations_of_its_scheme(scheme):
     torch.manual_seed(0)
     shape = dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D)
-    model = GPT(GPTConfig(**PRESETS["gpt2"] | shape))
-    model.init_weights(scheme)
+    model = GPT(GPTConfig(**PRESETS["gpt2"] | shape), scheme)
     for block in model.blocks:
         query, _, value = block.attn.qkv.weight.split(D)
         others = (block.attn.proj, block.mlp.up_proj, block.mlp.down_proj)

@@ -42,7 +42,6 @@ def test_a_character_checkpoint_of_nanogpt_continues(tmp_path, prints, refuses):
     n = len(CHARACTERS)
     shape = dict(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=n)
     model = GPT(GPTConfig(**PRESETS["gpt2"], **shape, d_ff=64))
-    model.init_weights("gpt2")
     path = tmp_path / "ckpt.pt"
     content = {"model": as_nanogpt(model), "model_args": shape | {"bias": True, "dropout": 0.0}}
     torch.save(content, path)

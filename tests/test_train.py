@@ -110,11 +110,10 @@ def test_a_shipped_config_trains_the_same_on_1_to_8_gpus(path):
 @pytest.mark.parametrize("preset", ["gpt2", "qwen3"])  # with a tied head, and with its own
 def test_the_first_loss_is_the_expected_one_of_each_init(preset):
     shape = config(f"--preset={preset}", "--n_embd=96", "--n_kv_head=0")
-    model = GPT(model_config(shape, 67))
     ids = torch.randint(67, (16, 33), generator=torch.Generator().manual_seed(0))
     for init in INIT:
         torch.manual_seed(0)
-        model.init_weights(init)
+        model = GPT(model_config(shape, 67), init)
         with torch.no_grad():
             loss = model(ids[:, :-1], ids[:, 1:]).item()
         assert loss == pytest.approx(banner.first_loss(model.config, init), abs=0.25), init
@@ -134,8 +133,7 @@ def test_reading_the_data_too_often_is_a_warning(tiny_data):
 
 def test_evaluation_is_the_mean_loss_for_every_batch_size(tiny_data):
     [data] = open_datasets("tiny", tiny_data)
-    model = GPT(model_config(config(), data.meta["vocab_size"]))
-    model.init_weights("xavier")
+    model = GPT(model_config(config(), data.meta["vocab_size"]), "xavier")
     windows = open_windows(data, "val", 32)
     tokens = torch.from_numpy(windows.tokens.astype(np.int64))
     end = (len(tokens) - 1) // 32 * 32
