@@ -1,4 +1,4 @@
-"""A GPT in one file: architecture, initialisation, text generation and accounting.
+"""A GPT in one file: architecture, initialisation and accounting.
 
 A GPT reads a sequence of token ids. At each position it predicts which token comes next.
 
@@ -37,13 +37,14 @@ This file needs no other file of this project. A new model has random weights, a
 
 Class Kernels calls PyTorch's own kernels. train.py and sample.py choose faster versions of the same
 formulas for some devices, by one line: model.use(pick_kernels(device)), from hardware/kernels.py.
+hardware/generation.py continues a text with a model.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 import torch
@@ -149,7 +150,7 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "KVCache | None") -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "Cache | None") -> Tensor:
         """x (B, T, C) -> (B, T, C). rope, mask and cache: as in Attention.forward()."""
         if cache is not None:
             return self.compute(x, rope, mask, cache)
@@ -161,7 +162,7 @@ class Block(nn.Module):
         inputs = (x, rope, mask, None)
         return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
-    def compute(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "KVCache | None") -> Tensor:
+    def compute(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "Cache | None") -> Tensor:
         x = x + self.dropout(self.attn(self.norm_1(x), rope, mask, cache))  # (B, T, C)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
@@ -179,7 +180,7 @@ class Attention(nn.Module):
 
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
-        self.layer = layer  # the index of this layer's keys and values in a KVCache
+        self.layer = layer  # the index of this layer's keys and values in a cache
         self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)  # of q, k and v
         self.head_dim = c.head_dim
         self.dropout = c.dropout
@@ -189,7 +190,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "KVCache | None") -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: "Cache | None") -> Tensor:
         """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None.
 
         mask: of Kernels.document_mask(), to keep documents apart; None: they are not.
@@ -252,8 +253,6 @@ class GPT(nn.Module):
     kernels: "Kernels"
     # loss() as torch.compile compiled it, if the blocks are compiled one by one.
     compiled_loss: Callable[..., Tensor] | None = None
-    # Computes the logits of one more token for each text: RecordedStep of hardware/decoding.py.
-    decoder: Callable[["GPT", "KVCache"], Callable[[Tensor], Tensor]] | None = None
 
     def __init__(self, c: GPTConfig, init: str = "gpt2"):
         super().__init__()
@@ -284,7 +283,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         weights: Tensor | None = None,
         eos_id: int | None = None,
-        cache: "KVCache | None" = None,
+        cache: "Cache | None" = None,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
         """Return the loss if targets are given, else the logits (B, V) of the last position.
@@ -296,8 +295,7 @@ class GPT(nn.Module):
         positions, those that are ignored included.
         eos_id: keep documents apart. The eos that ends a document counts as the first token of the
         next one. Each token attends only to its own document, and positions are counted within it.
-        cache: holds the tokens before idx. Those of idx are added, and the caller then adds their
-        number to cache.length.
+        cache: of text generation. It holds the tokens before idx, and those of idx are added.
         """
         T = idx.size(1)
         positions = slice(0, T) if cache is None else cache.positions(T)
@@ -341,64 +339,6 @@ class GPT(nn.Module):
         logits = self.kernels.mask_padding(logits, self.config.vocab_size)
         weights = None if weights is None else weights.flatten()
         return self.kernels.cross_entropy(logits, targets.flatten(), weights, reduction)
-
-    # -- generation --
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        eos_id: int | None = None,
-        cache: "KVCache | None" = None,
-    ) -> Iterator[Tensor]:
-        """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
-
-        It ends after max_new_tokens steps, or when every text has reached eos_id. A text that has
-        reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
-
-        cache: of a conversation, with capacity block_size, so that only new tokens go through the
-        model. It holds the first cache.length tokens of idx, and not the last one. In the end it
-        holds all tokens except the last one that was yielded.
-
-        When block_size is full, the older half of the context is dropped, and the newer half goes
-        through the model again. All other steps compute only one token.
-
-        Raises ArithmeticError if the logits are not finite.
-        """
-        c = self.config
-        idx = idx[:, -c.block_size :]
-        if cache is None:
-            capacity = min(c.block_size, idx.size(1) + max_new_tokens)
-            cache = KVCache(c, idx.size(0), capacity, self.wte.weight)
-        decode = self.decoder(self, cache) if self.decoder else None
-        ended = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
-        for _ in range(max_new_tokens):
-            if idx.size(1) > c.block_size:
-                idx = idx[:, -max(1, c.block_size // 2) :]
-                cache.length = 0
-            new = idx[:, cache.length :]  # a prompt, or the newest token (B, 1)
-            if decode and new.size(1) == 1:
-                logits = decode(new)  # (B, V)
-            else:
-                logits = self(new, cache=cache)  # (B, V)
-            cache.length = idx.size(1)
-            token = sample_token(logits, temperature, top_k, top_p)  # (B,)
-            if eos_id is not None:
-                token = torch.where(ended, eos_id, token)
-                ended = ended | (token == eos_id)
-            idx = torch.cat((idx, token[:, None]), dim=1)  # (B, T + 1)
-            # One copy brings both numbers from the device: the CPU waits once per token (with
-            # top_p, sample_token waits once more).
-            total, all_ended = torch.stack((logits.sum(), ended.all())).tolist()
-            if not math.isfinite(total):
-                raise ArithmeticError("the model's output is not finite: are its weights damaged?")
-            yield token
-            if all_ended:
-                return
 
     # -- initialisation --
 
@@ -574,7 +514,7 @@ class Kernels:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
         """Return softmax(q k^T / sqrt(hs) + mask) v, with dropout on what softmax returns.
 
-        q: (B, nh, T, hs). k, v: (B, nh, past + T, hs); past is 0 except with a KVCache.
+        q: (B, nh, T, hs). k, v: (B, nh, past + T, hs); past is 0 except with a cache.
         mask: what document_mask() returned; None: 0 where a key is at the query's position or
         before it, -inf elsewhere, so that no position sees the future.
 
@@ -608,92 +548,20 @@ class Kernels:
         return loss.mean() if reduction == "mean" else loss.sum()
 
 
-# --------------------------------------------------------------------------------------------------
-# Generation
+class Cache(Protocol):
+    """The keys and values of the tokens before a call of the model, for text generation.
 
-
-class KVCache:
-    """The keys and values of the tokens so far, so that only new tokens pass through the model.
-
-    k and v, (n_layer, B, nkv, capacity, hs) each, are allocated once. They hold `length` tokens.
-    Lowering `length` forgets the tokens after it.
+    KVCache in hardware/generation.py is one.
     """
 
-    def __init__(self, c: GPTConfig, B: int, capacity: int, weight: Tensor):
-        """capacity: in tokens. weight: of the model; the cache has its dtype and device."""
-        shape = (2, c.n_layer, B, c.n_kv_head, round_up(capacity, 64), c.head_dim)  # 64 suits GPUs
-        # Not torch.empty: it may contain NaN, and a masked NaN is still NaN.
-        self.k, self.v = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.length = 0
-
-    def positions(self, T: int) -> slice:
+    def positions(self, T: int) -> slice | Tensor:
         """Return the positions of the next T tokens."""
-        return slice(self.length, self.length + T)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, nkv, T, hs) to a layer's; return all its keys and values.
+        """Append k, v (B, nkv, T, hs) to a layer's; return all its keys and values."""
 
-        They are (B, nkv, length + T, hs) each.
-        """
-        end = self.length + k.size(2)
-        self.k[layer, :, :, self.length : end] = k
-        self.v[layer, :, :, self.length : end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return attend() of the newest token alone, (B, nh, 1, hs). It sees all of k and v.
-
-        There is a single query position, so the nh / nkv query heads that share a key/value head
-        take the dimension of the positions. The keys and values need not be repeated.
-        """
-        B, nkv, _, hs = k.shape
-        grouped = q.reshape(B, nkv, -1, hs)  # (B, nkv, nh / nkv, hs)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
-
-
-def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Draw a token id (B,) from softmax(logits / temperature), for each row of logits (B, V).
-
-    temperature 0: take the likeliest token. top_k > 0: draw from the top_k likeliest tokens only.
-    top_p < 1: draw from the fewest of the likeliest tokens whose probabilities add up to top_p
-    (nucleus sampling).
-    """
-    if temperature < 1e-5:  # 0, or so low that logits / temperature may overflow
-        return logits.argmax(dim=-1)
-    # The sums of V small numbers need fp64, which mps does not have.
-    exact = torch.float32 if logits.device.type == "mps" else torch.float64
-    ids = None  # the token of each column; None: column i is token i
-    if 0 < top_k < logits.size(-1):
-        logits, ids = logits.topk(top_k)  # (B, top_k) each, the likeliest first
-    probs = (logits / temperature).softmax(-1)  # (B, V) or (B, top_k)
-    if ids is None and top_p < 1.0:
-        # The 1,024 likeliest nearly always reach top_p. Sorting all V takes six times as long.
-        likeliest = probs.topk(min(1024, probs.size(-1)))
-        enough = likeliest.values.sum(-1, dtype=exact) >= top_p  # (B,)
-        if enough.all():
-            probs, ids = likeliest
-        else:
-            probs, ids = probs.sort(descending=True)
-            # topk and sort order equal numbers differently. A row that has enough keeps the order
-            # of topk, so that its token does not depend on other rows.
-            count = likeliest.indices.size(1)
-            probs[enough, :count], ids[enough, :count] = likeliest[0][enough], likeliest[1][enough]
-
-    # Draw a number from [0, mass) and choose the first column whose cumulative sum is above it. On
-    # a CPU, torch.multinomial takes several times as long (bench/LOG.md).
-    sums = probs.cumsum(-1, dtype=exact)  # (B, columns)
-    mass = sums[:, -1:]  # (B, 1)
-    if top_p < 1.0:
-        last = (sums < top_p).sum(-1, keepdim=True)  # the first column whose sum reaches top_p
-        mass = sums.gather(1, last.clamp(max=probs.size(-1) - 1))
-    drawn = torch.rand(mass.shape, dtype=exact, device=mass.device) * mass
-    drawn = drawn.clamp(max=torch.nextafter(mass, mass - 1))  # the product may round up to mass
-    chosen = torch.searchsorted(sums, drawn, right=True)  # (B, 1)
-    if ids is not None:
-        # If the logits are NaN, no sum is above the drawn number, and `chosen` is out of range.
-        # Such an index stops a GPU with an error before generate() can report the NaN.
-        chosen = ids.gather(1, chosen.clamp(max=ids.size(1) - 1))
-    return chosen.squeeze(1)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return Kernels.attend() of the newest token alone, (B, nh, 1, hs)."""
 
 
 # --------------------------------------------------------------------------------------------------

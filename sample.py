@@ -51,13 +51,13 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import torch
 
 from configurator import UserError, harmless, note, one_line, option, parse, run
-from hardware.decoding import record_decoding
 from hardware.disk import MANIFEST
+from hardware.generation import KVCache, generate
 from hardware.kernels import pick_kernels
 from hardware.limits import memory_advice
 from hardware.machine import Machine, pick_device, pick_dtype
 from hardware.terminal import plural
-from model import GPT, KVCache
+from model import GPT
 from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
@@ -298,13 +298,13 @@ def next_tokens(
     options: more of generate(). Raises UserError if the logits are not finite.
     """
     idx = torch.tensor(ids, device=model.wte.weight.device).expand(cfg.num_samples, -1)  # (B, T)
-    options |= dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    options |= dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, record=True)
     # Each token has a seed of its own, so the draws of a row do not depend on the rows below it.
     seed = int(torch.randint(2**62, ()))
     kind = idx.device.type  # torch.manual_seed() would seed all kinds, which takes 0.15 ms
     generator = torch.default_generator if kind == "cpu" else torch.get_device_module(kind)
     try:
-        for n, tokens in enumerate(model.generate(idx, count, **options), 1):
+        for n, tokens in enumerate(generate(model, idx, count, **options), 1):
             generator.manual_seed(seed + n)
             yield tokens.tolist()
     except ArithmeticError as e:
@@ -517,7 +517,6 @@ def main() -> None:
             print(f"[{one_line(label)}]", file=sys.stderr)
             return
         model.to(machine.device, machine.dtype).eval()
-        record_decoding(model)
         torch.manual_seed(cfg.seed)
         respond(folder, model, tokenizer, cfg, label)
 

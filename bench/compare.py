@@ -225,14 +225,16 @@ from model import GPT, GPTConfig
 torch.manual_seed(0)
 model = GPT(GPTConfig(**shape)).to(device, getattr(torch, dtype)).eval()
 if kind != "nanoGPT":
-    from hardware.decoding import record_decoding
+    from hardware.generation import generate
     from hardware.kernels import pick_kernels
-    record_decoding(model.use(pick_kernels(torch.device(device))))
+    model.use(pick_kernels(torch.device(device)))
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():
     for step in range(3):  # the first one warms up
-        made = model.generate(idx, count)
-        last = made if kind == "nanoGPT" else list(made)[-1]
+        if kind == "nanoGPT":
+            last = model.generate(idx, count)
+        else:
+            *_, last = generate(model, idx, count, record=True)
         last.cpu()
         print("step", step + 1, flush=True)
 """

@@ -109,7 +109,7 @@ def chat(checkpoint: Path, *options: str) -> None:
 
 def test_piped_messages_are_one_conversation_until_a_reset(checkpoint, capsys, monkeypatch):
     word = torch.from_numpy(load_tokenizer(checkpoint).encode("模")[-1:])
-    monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (word for _ in range(n)))
+    monkeypatch.setattr(sample, "generate", lambda model, idx, n, **_: (word for _ in range(n)))
 
     def answers(typed: str) -> list[str]:
         typed = io.TextIOWrapper(io.BytesIO(typed.encode("gbk")), encoding="utf-8")
@@ -134,7 +134,7 @@ def test_each_prompt_has_a_conversation_of_its_own(checkpoint, capsys):
 def test_what_the_model_writes_cannot_control_the_terminal(checkpoint, capsys, monkeypatch):
     text, shown = "一\x1b[31m\x07\r\n\t二", "一\ufffd[31m\ufffd\n\t二\n"
     ids = load_tokenizer(checkpoint).encode(text)
-    monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (torch.tensor([i]) for i in ids))
+    monkeypatch.setattr(sample, "generate", lambda *_, **how: (torch.tensor([i]) for i in ids))
     chat(checkpoint, "--prompt", "the")
     assert capsys.readouterr().out == f"you> the\n{shown}"
     options = [f"--ckpt={checkpoint}", "--device=cpu", "--prompt"]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from conftest import end, metrics, resumes
 from peak import measured_peak
 from test_documents import EOS, text_of_documents
-from test_model import ODD, ids, make
+from test_model import ODD, generated, ids, make
 
-from hardware.decoding import record_decoding
+from hardware.generation import generate
 from hardware.kernels import pick_kernels
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
@@ -134,9 +134,8 @@ def test_masked_documents_are_those_of_the_cpu(preset, compiled):
 def test_greedy_tokens_are_those_of_the_cpu(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
-    on_cpu = torch.stack(list(model.generate(prompt, 60, temperature=0)))  # beyond block_size
-    record_decoding(on_gpu(model))
-    tokens = torch.stack(list(model.generate(prompt.to(DEVICE), 60, temperature=0)))
+    on_cpu = generated(model, prompt, 60, temperature=0)  # beyond block_size
+    tokens = generated(on_gpu(model), prompt.to(DEVICE), 60, temperature=0, record=True)
     assert torch.equal(tokens.cpu(), on_cpu)
 
 
@@ -222,13 +221,13 @@ def test_generations_at_once_do_not_disturb_each_other():
     and the graph of a third generation is recorded into this memory.
     """
     model = on_gpu(make("llama", scheme="xavier"))
-    record_decoding(model)
+    how = dict(temperature=0, record=True)
     prompts = [ids(model, B, 4).to(DEVICE) for B in (1, 2, 3)]
-    alone = [torch.stack(list(model.generate(prompt, 24, temperature=0))) for prompt in prompts]
-    first, second = (model.generate(prompt, 24, temperature=0) for prompt in prompts[:2])
+    alone = [generated(model, prompt, 24, **how) for prompt in prompts]
+    first, second = (generate(model, prompt, 24, **how) for prompt in prompts[:2])
     tokens = [token for token, _ in zip(itertools.islice(first, 6), second, strict=False)]
     del second
-    assert torch.equal(torch.stack(list(model.generate(prompts[2], 24, temperature=0))), alone[2])
+    assert torch.equal(generated(model, prompts[2], 24, **how), alone[2])
     assert torch.equal(torch.stack([*tokens, *first]), alone[0])
 
 

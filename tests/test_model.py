@@ -11,7 +11,7 @@ from conftest import CPU
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hardware import kernels
-from hardware.decoding import RecordedCache
+from hardware.generation import KVCache, RecordedCache, generate, sample_token
 from hardware.kernels import ChunkedCrossEntropy, pick_kernels
 from model import (
     ACTIVATIONS,
@@ -20,9 +20,7 @@ from model import (
     PRESETS,
     GPTConfig,
     Kernels,
-    KVCache,
     rope_table,
-    sample_token,
 )
 from model import __doc__ as description
 
@@ -57,7 +55,7 @@ def ids(model: GPT, B: int = 2, T: int = 16) -> torch.Tensor:
 
 def generated(model: GPT, prompt: torch.Tensor, count: int, **how) -> torch.Tensor:
     """Return the tokens that follow the prompt, (count, B), or fewer where all rows met eos."""
-    return torch.stack(list(model.generate(prompt, count, **how)))
+    return torch.stack(list(generate(model, prompt, count, **how)))
 
 
 # -- architecture --

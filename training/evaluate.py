@@ -12,6 +12,7 @@ import torch
 
 from configurator import UserError, note
 from hardware.machine import Machine, all_sum, autocast
+from hardware.generation import generate
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.chat import question_ids
@@ -204,7 +205,7 @@ def write_text(
     tokens = []
     try:
         # A low temperature suits a model that has not learned much.
-        for token in model.generate(idx, length, temperature=0.5):
+        for token in generate(model, idx, length, temperature=0.5):
             tokens.append(token)
             machine.stop_if_asked()
     finally:
