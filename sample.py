@@ -226,7 +226,7 @@ def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     try:
-        ids = tokenizer.encode(text).tolist()
+        ids = tokenizer.encode(text)
     except ValueError as e:
         raise UserError(f"the prompt cannot be encoded: {e}") from None
     note_unknown(text, tokenizer)
@@ -337,7 +337,7 @@ class Conversation:
         self.cfg = cfg
         self.window = window_size(cfg, model)
         _, self.end_id = chatml_ids(tokenizer)
-        self.ending = [self.end_id, *tokenizer.encode("\n").tolist()]  # of a message
+        self.ending = [self.end_id, *tokenizer.encode("\n")]  # of a message
         self.header = answer_header(tokenizer)
         self.opening = list(tokenizer.prefix)  # the start of each conversation
         if cfg.system:

@@ -56,10 +56,10 @@ def judge_question(record: dict[str, Any], model: GPT, tokenizer: Any, delimiter
     if not 0 <= answer < len(choices):
         raise ValueError(f"answer={answer!r} is not the number of a choice")
     # A space belongs to the word after it, as in the tokens of a text.
-    context = tokenizer.encode(question.rstrip()).tolist()
+    context = tokenizer.encode(question.rstrip())
     totals = []
     for choice in choices:
-        ids = tokenizer.encode(question + delimiter + choice).tolist()[len(context) :]
+        ids = tokenizer.encode(question + delimiter + choice)[len(context) :]
         before = [*tokenizer.prefix, *context] or [tokenizer.eos_id]
         totals.append(log_likelihood(model, before, ids))
     means = [total / len(choice) for total, choice in zip(totals, choices, strict=True)]
@@ -69,7 +69,7 @@ def judge_question(record: dict[str, Any], model: GPT, tokenizer: Any, delimiter
 
 def judge_text(text: str, model: GPT, tokenizer: Any) -> Figures:
     """Return -ln p of a text, in windows of T tokens, and its bytes."""
-    ids = [*tokenizer.prefix, *tokenizer.encode(text).tolist()]
+    ids = [*tokenizer.prefix, *tokenizer.encode(text)]
     T = model.config.block_size
     nats = 0.0
     for at in range(0, len(ids), T):

@@ -48,7 +48,7 @@ TEXTS = [f"x{text}x" for text in (STRANGE, *"\0\x1f\u2581\u2585\r中", *MIXED[:6
 def test_every_text_of_the_corpus_comes_back(tmp_path, text):
     folder, meta, tokenizer = made(tmp_path, [text], "char")
     assert "".join(documents(folder)) == text and meta["records"]["changed"] == {}
-    ids = tokenizer.encode(text).tolist()
+    ids = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
 
 
@@ -66,7 +66,7 @@ def test_byte_vocabulary_is_bytes_space_eos_and_unk(tmp_path):
     folder, meta, tokenizer = made(tmp_path, TEXTS, "byte", val_fraction=0.05)
     assert meta["vocab_size"] == 256 + 3 and "".join(all_texts(folder)) == "".join(TEXTS)
     for text in MIXED:
-        ids = tokenizer.encode(text).tolist()
+        ids = tokenizer.encode(text)
         assert len(ids) == len(text.encode()) and tokenizer.unk_id not in ids
         assert tokenizer.decode(ids) == text
 

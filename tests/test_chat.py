@@ -203,7 +203,7 @@ def test_a_tokenizer_without_the_special_tokens_is_refused_by_name(tmp_path, ref
 def test_a_cut_answer_stays_within_its_document(chat_data):
     tokenizer = load_tokenizer(chat_data / "chat")
     start, end = chatml_ids(tokenizer)
-    header = tokenizer.encode("assistant\n").tolist()
+    header = tokenizer.encode("assistant\n")
     eos = tokenizer.eos_id
     for ids, bounds in (
         ([9, 9, end, eos, start, *header, 9, end, eos], [5 + len(header), 7 + len(header)]),

@@ -81,9 +81,7 @@ def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     """Return the ids of a conversation that the assistant shall continue, for our own model."""
     ids = [*tokenizer.prefix]
     for message in messages:
-        ids += message_ids(
-            message["role"], tokenizer.encode(message["content"]).tolist(), tokenizer
-        )
+        ids += message_ids(message["role"], tokenizer.encode(message["content"]), tokenizer)
     return [*ids, *answer_header(tokenizer)]
 
 
@@ -117,9 +115,9 @@ def test_an_answer_that_begins_with_spaces_keeps_them(chat_folder, tmp_path):
     tokenizer = load_tokenizer(chat_folder)
     _, end = chatml_ids(tokenizer)
     written = [ids[ids.index(end) + 1 :] for ids in documents(tmp_path / "tiny")]
-    tail = [end, *tokenizer.encode("\n").tolist()]
+    tail = [end, *tokenizer.encode("\n")]
     header = [*tail[1:], *answer_header(tokenizer)]
-    expected = [[*header, *tokenizer.encode(a).tolist(), *tail] for a in answers]
+    expected = [[*header, *tokenizer.encode(a), *tail] for a in answers]
     assert sorted(map(list, written)) == sorted(expected)
 
 

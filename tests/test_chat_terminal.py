@@ -108,7 +108,7 @@ def chat(checkpoint: Path, *options: str) -> None:
 
 
 def test_piped_messages_are_one_conversation_until_a_reset(checkpoint, capsys, monkeypatch):
-    word = torch.from_numpy(load_tokenizer(checkpoint).encode("模")[-1:])
+    word = torch.tensor(load_tokenizer(checkpoint).encode("模")[-1:])
     monkeypatch.setattr(sample, "generate", lambda model, idx, n, **_: (word for _ in range(n)))
 
     def answers(typed: str) -> list[str]:
@@ -165,7 +165,7 @@ def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses)
 def test_in_a_terminal_ctrl_c_ends_only_the_answer(checkpoint):
     """Two Chinese characters are deleted, and a line is no UTF-8."""
     terminal, end = pty.openpty()
-    space = load_tokenizer(checkpoint).encode("a ")[-1:].tolist()
+    space = load_tokenizer(checkpoint).encode("a ")[-1:]
     endless = "import configurator, time, sample as s; s.next_tokens = lambda *_, **options: "
     endless += f"iter(lambda: time.sleep(0.1) or {space}, []); configurator.run(s.main)"
     command = [sys.executable, "-c", endless, "--chat", f"--ckpt={checkpoint}", "--device=cpu"]

@@ -412,9 +412,9 @@ def test_a_record_that_cannot_be_encoded_is_bad_with_its_characters(tmp_path, mo
     def fail(text: str):
         raise ValueError("it failed")
 
-    encode = encoder.tokenizer.encode
+    encode = encoder.tokenizer.encode_array
     monkeypatch.setattr(
-        encoder.tokenizer, "encode", lambda text: (fail if "z" in text else encode)(text)
+        encoder.tokenizer, "encode_array", lambda text: (fail if "z" in text else encode)(text)
     )
     lines = ['{"text": "one"}'] * (9 - bad) + [LONG] * bad
     (rows, _), tally = encoder(Chunk("jsonl", [("a", Lines("\n".join(lines).encode(), 1))]))

@@ -39,7 +39,7 @@ def test_learned_tokens_are_cut_between_two_of_them(tmp_path, monkeypatch):
     *val, val_end = open_split(folder, meta, "val").tolist()
     tokenizer = load_tokenizer(folder)
     assert train_end == val_end == tokenizer.eos_id
-    assert train + val == tokenizer.encode(PLAY).tolist()
+    assert train + val == tokenizer.encode(PLAY)
     assert len(train) == int((len(train) + len(val)) * 0.9)
     for split, ids in (("train", train), ("val", val)):
         assert meta["splits"][split]["bytes"] == sum(len(tokenizer.token_bytes(i)) for i in ids)

@@ -92,10 +92,10 @@ def test_auto_tokenizer_has_the_same_ids_and_what_it_saves(kind, tiny_data, tmp_
     assert auto.eos_token_id == auto.bos_token_id == ours.eos_id and len(auto) == ours.vocab_size
     assert auto.pad_token_id == (ours.unk_id if ours.unk_id >= 0 else ours.eos_id)
     for text in ["Citizen é😀é  a"] if kind == "char" else MIXED:
-        ids = ours.encode(text).tolist()
+        ids = ours.encode(text)
         # sample.py begins a text with an eos, too.
         assert auto(text, split_special_tokens=True).input_ids == [ours.eos_id, *ids], text
-        assert saved.encode(text).tolist() == ids
+        assert saved.encode(text) == ids
         assert ours.unk_id in ids if kind == "char" else auto.decode(ids) == text
         assert kind == "char" or b"".join(map(saved.token_bytes, ids)).decode() == text
     # Without the post-processor, the eos alone is gone; the settings still say that it comes first.
@@ -111,7 +111,7 @@ def test_a_word_without_merges_is_exported_as_a_token(tmp_path, transformers):
     ours = Tiktoken("x", GPT2_PATTERN, ranks, {"<|endoftext|>": 257})
     folder = write_files(tmp_path, to_hugging_face(ours, 128))
     auto = transformers.AutoTokenizer.from_pretrained(folder)
-    assert auto("abc abcd").input_ids == [257, *ours.encode("abc abcd").tolist()]
+    assert auto("abc abcd").input_ids == [257, *ours.encode("abc abcd")]
     assert 256 in ours.encode("abc")
 
 
@@ -162,7 +162,7 @@ def test_a_space_before_a_text_comes_once_and_in_no_conversation(tmp_path, monke
     model = sentencepiece_model(tmp_path / "a.model", **options)
     monkeypatch.setattr("text.tokenizer.SLICE", 1000)
     for text in ("the loop reads " * 400, "中文" * 2000, "▁▂▃", "a▁b", " ▁ ", "▁", ""):
-        ids = model.encode(text).tolist()
+        ids = model.encode(text)
         assert model.decode(ids) == text
         assert "▁" in text or ids == model.sp.encode(text)
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -225,7 +225,7 @@ def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, tra
     assert (ours.vocab_size, ours.prefix) == (len(auto), prefix)
     assert (ours.adds_space, ours.lacks) == (kind in ("llama2", "prefix"), b"")
     for text in [*MIXED, "the <|im_end|> of <|bos|>"]:
-        ids = ours.encode(text).tolist()
+        ids = ours.encode(text)
         want = auto(text, split_special_tokens=True, add_special_tokens=False).input_ids
         assert ids == want and not set(ours.special.values()) & set(ids), text
         if not ours.adds_space and kind not in ("qwen", "deepseek"):  # these normalize
@@ -241,7 +241,7 @@ def test_vocab_and_merges_alone_are_gpt2s_tokenizer(tmp_path):
     (alone / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]), encoding="utf-8")
     ours, whole = find(alone), find(folder)
     assert ours.library.id_to_token(ours.eos_id) == "<|endoftext|>"
-    assert all(ours.encode(t).tolist() == whole.encode(t).tolist() for t in MIXED[:50])
+    assert all(ours.encode(t) == whole.encode(t) for t in MIXED[:50])
 
 
 ADDED = ["<think>", "</think>", "<tool_call>", "<think>x", "   ", "标点"]
@@ -282,7 +282,7 @@ def test_added_tokens_are_found_whichever_file_names_them(kind, file, tmp_path, 
         for text in [*both, "<think", "a    b", "<think>xy</think></think>", "的标点。"]:
             if is_model and text[:1] == " ":  # to which transformers adds none, but SentencePiece
                 continue
-            ids = ours.encode(text).tolist()
+            ids = ours.encode(text)
             assert auto(text, split_special_tokens=True, add_special_tokens=False).input_ids == ids
         assert ours.special_id("<|im_start|>") not in [-1, *ours.encode("<|im_start|>")]
 
@@ -323,7 +323,7 @@ def test_eos_is_named_by_a_file_or_an_option_or_its_name(
     assert bool(named or option) != ("no file names the eos" in capsys.readouterr().err)
     for ours in (find(folder, option), load_tokenizer(tmp_path / "tiny")):
         assert ours.library.id_to_token(ours.eos_id) == right
-        assert ours.encode("the").tolist() == find(folder, "x1").encode("the").tolist()
+        assert ours.encode("the") == find(folder, "x1").encode("the")
 
 
 def test_special_tokens_that_strip_spaces_are_in_no_conversation(tmp_path, refuses):
@@ -359,10 +359,10 @@ def test_names_of_own_special_tokens_stay_text_and_are_counted(tmp_path):
 def test_two_tokenizers_of_a_folder_that_disagree_are_noted(tmp_path, capsys):
     folder = llama2(tmp_path / "m")
     ours = sentencepiece_model(folder / "tokenizer.model", add_dummy_prefix=True)
-    assert find(folder).encode("a b").tolist() == ours.encode("a b").tolist()
+    assert find(folder).encode("a b") == ours.encode("a b")
     assert not capsys.readouterr().err
     sentencepiece_model(folder / "tokenizer.model")
-    assert find(folder).encode("a b").tolist() == ours.encode("a b").tolist()
+    assert find(folder).encode("a b") == ours.encode("a b")
     assert "tokenizer.model" in capsys.readouterr().err
 
 
@@ -396,7 +396,7 @@ def test_a_data_set_that_tiktoken_encoded_opens_with_the_same_ids(tmp_path):
     old |= {"pattern": QWEN2_PATTERN, "file": "tokenizer.tiktoken", "eos": "<|endoftext|>"}
     opened = open_tokenizer(data / "tokenizer.tiktoken", info | old)
     assert same_ids(opened, new) and opened.prefix == new.prefix
-    assert all(opened.encode(t).tolist() == new.encode(t).tolist() for t in MIXED)
+    assert all(opened.encode(t) == new.encode(t) for t in MIXED)
 
 
 def test_a_tokenizer_that_drops_characters_is_counted_or_refused(tmp_path, refuses):

@@ -83,7 +83,7 @@ def test_accuracies_count_the_likeliest_answers(model, tmp_path, capsys, monkeyp
 def test_bits_per_byte_of_a_text(text, model, tmp_path, capsys):
     [bits] = ours(model, write_jsonl(tmp_path / "one.jsonl", [{"text": text}]), capsys)
     tokenizer = load_tokenizer(model)
-    ids = [tokenizer.eos_id, *tokenizer.prefix, *tokenizer.encode(text).tolist()]
+    ids = [tokenizer.eos_id, *tokenizer.prefix, *tokenizer.encode(text)]
     gpt = from_pretrained(model).eval()
     T = gpt.config.block_size
     nats = 0.0

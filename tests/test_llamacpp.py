@@ -141,7 +141,7 @@ def completes(text: bytes, gguf: Path, prompt: str, *options) -> bool:
 
 def greedy(model: GPT, tokenizer, prompt: str) -> bytes:
     """Return the prompt and its greedy continuation, until two tokens are about equally likely."""
-    ids = [*tokenizer.prefix, *tokenizer.encode(prompt).tolist()]
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt)]
     text = prompt.encode()
     while len(ids) < 40:
         with torch.no_grad():
@@ -176,7 +176,7 @@ def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, t
         gguf = convert(folder)
     # llama-tokenize has no --override-kv. Where one is needed, it tokenizes as if without it.
     read = [" " + text if NO_SPACE in note and text else text for text in TEXTS]
-    ours = [[*tokenizer.prefix, *tokenizer.encode(text).tolist()] for text in read]
+    ours = [[*tokenizer.prefix, *tokenizer.encode(text)] for text in read]
     assert [ids_of(gguf, text) for text in TEXTS] == ours
     options = re.findall(r"--override-kv|tokenizer\.ggml\S+", note)
     assert all(continues_alike(gguf, model, tokenizer, options))

@@ -279,7 +279,7 @@ def test_samples_show_what_the_weights_of_their_step_write(straight, tiny_data):
     samples = metrics(straight, "sample")
     assert samples.keys() == {4, 8} and samples[4] != samples[8]
     tokenizer = load_tokenizer(tiny_data / "tiny")
-    prompt = [*tokenizer.prefix, *tokenizer.encode("the loop").tolist()]
+    prompt = [*tokenizer.prefix, *tokenizer.encode("the loop")]
     model = from_pretrained(saved(straight))
     counts = open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
     length = math.ceil(200 * counts["tokens"] / counts["bytes"])

@@ -104,18 +104,18 @@ def without_flags(spans: list[list[str]]) -> list[list[str]]:
 def message_ids(role: str, content: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a message with this content, and of the line end after it."""
     start, end = chatml_ids(tokenizer)
-    header = tokenizer.encode(f"{role}\n").tolist()
-    return [start, *header, *content, end, *tokenizer.encode("\n").tolist()]
+    header = tokenizer.encode(f"{role}\n")
+    return [start, *header, *content, end, *tokenizer.encode("\n")]
 
 
 def answer_header(tokenizer: Tokenizer) -> list[int]:
     """Return the ids of the header of an answer."""
-    return [chatml_ids(tokenizer)[0], *tokenizer.encode("assistant\n").tolist()]
+    return [chatml_ids(tokenizer)[0], *tokenizer.encode("assistant\n")]
 
 
 def question_ids(question: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a conversation that starts with a question, up to the answer."""
-    message = message_ids("user", tokenizer.encode(question).tolist(), tokenizer)
+    message = message_ids("user", tokenizer.encode(question), tokenizer)
     return [*tokenizer.prefix, *message, *answer_header(tokenizer)]
 
 

@@ -272,7 +272,7 @@ def from_hugging_face(folder: Path, eos: str = "") -> Tokenizer:
         raise UserError(f"{folder}: its tokenizer files cannot be used: {reason}") from None
     with suppress(UserError):  # tokenizer.model may be missing, or of another library
         other = SentencePiece(model)
-        differ = (t for t in PROBES if tokenizer.encode(t).tolist() != other.encode(t).tolist())
+        differ = (t for t in PROBES if tokenizer.encode(t) != other.encode(t))
         if text := next(differ, None):
             note(f"{folder}: tokenizer.model gives {text!r} other ids: tokenizer.json is used")
     return tokenizer

@@ -8,8 +8,8 @@ Both classes have the same attributes and methods:
                           data ends a document and so comes before the next one
     added                 name -> id of a token such as <think>, which is text, but is found before
                           all other tokens
-    encode(text)          -> ids (n,), without the prefix
-    encode_all(texts)     -> an iterator of the ids of each text; faster for many texts
+    encode(text)          -> a list of ids, without the prefix
+    encode_all(texts)     -> an iterator of arrays, the ids of each text; faster for many texts
     decode(ids)           -> their text, for people, with the names of <|im_start|> and <|im_end|>
     token_bytes(id)       -> the bytes that a token adds to a text: none if it is special
     special_id(name)      -> the id of the special token of this name; -1: there is none
@@ -78,8 +78,15 @@ class Shared:
     def special_id(self, name: str) -> int:
         return self.special.get(name, -1)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text. The name of a special token in it is ordinary text."""
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text. The name of a special token in it is ordinary text."""
+        return next(self.encode_all([text])).tolist()
+
+    def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """Yield the ids (n,) of each text; next() raises ValueError for one without ids."""
+        return map(self.encode_array, texts)
+
+    def encode_array(self, text: str) -> np.ndarray:
         if len(text) <= SLICE:
             return self.encode_slice(text)
         first, *rest = slices(text, SPACE)
@@ -89,10 +96,6 @@ class Shared:
 
     def encode_slice(self, text: str) -> np.ndarray:
         raise NotImplementedError
-
-    def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """Yield the ids (n,) of each text; next() raises ValueError for one without ids."""
-        return map(self.encode, texts)
 
 
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # of protobuf: field 3, normalizer_spec, {field 3: false}
@@ -154,9 +157,6 @@ class SentencePiece(Shared):
             problem = f"no eos token {eos}".rstrip()
             raise UserError(f"tokenizer {path}: {problem}, but every document must end with one")
         self.prefix = [self.eos_id] if prefix is None else prefix
-
-    def encode(self, text: str) -> np.ndarray:
-        return next(self.encode_all([text]))
 
     def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
         """Yield the ids (n,) of each text. One call of the library encodes all of them.

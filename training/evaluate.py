@@ -81,7 +81,7 @@ def prompt_ids(
         if cfg.loss_on == "answers":
             ids = question_ids(cfg.sample_prompt, tokenizer)
         else:
-            ids = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
+            ids = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt)]
     except ValueError as e:
         raise UserError(f"sample_prompt cannot be encoded: {e}") from None
     if len(ids) > (T := cfg.block_size):
