@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from configurator import UserError, note
-from hardware.machine import Machine, all_sum, autocast
 from hardware.generation import generate
+from hardware.machine import Machine, all_sum, autocast
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.chat import question_ids
