@@ -15,7 +15,7 @@ from test_model import ODD, make
 from hardware import limits, machine
 from hardware.limits import available_memory, cpu_quota
 from model import GPT, PRESETS, GPTConfig
-from tests.simgpu.memory import shipped
+from tests.simgpu.memory import ALLOCATED, case
 from training.memory import Step, block_memory, bytes_needed, largest_batch, step_memory
 
 BF16 = torch.bfloat16
@@ -133,26 +133,9 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert largest_batch(model, Step(1, 1024), 1e9) == 0
 
 
-# Bytes that torch allocated on a simulated A100: tests/simgpu/memory.py
-ALLOCATED = {
-    "docs_large bfloat16 B16 eager stream 1 x none": 375_534_080,
-    "docs_large float32 B16 compiled stream 1 x none": 396_705_792,
-    "gpt2_124m bfloat16 B16 eager stream recompute 1 x none": 4_342_460_928,
-    "gpt2_124m float16 B16 eager mask 1 x none": 17_366_742_528,
-    "train_1b bfloat16 B8 eager stream 6 x none": 53_670_870_016,
-    "train_1b bfloat16 B8 compiled stream 6 x none": 53_283_516_928,
-    "train_1b bfloat16 B8 eager stream recompute 6 x all": 7_072_435_712,
-    "minimind_26m float16 B32 compiled stream 6 x optimizer": 2_912_234_496,
-    "train_100m bfloat16 B8 compiled mask recompute 6 x all": 837_536_256,
-    "train_100m bfloat16 B8 eager stream 6 x gradients": 4_784_190_464,
-    "chat float32 B4 eager stream recompute 6 x all": 540_865_536,
-}
-
-
-@pytest.mark.parametrize("case", ALLOCATED)
-def test_predictions_agree_with_the_cuda_allocator(case):
-    found = next(c for c in shipped([case.split()[0]], "compiled" in case) if c.key == case)
-    assert -0.05 < found.total() / ALLOCATED[case] - 1 < 0.1
+@pytest.mark.parametrize("config, V, B, dtype, more, allocated", ALLOCATED)
+def test_predictions_agree_with_the_cuda_allocator(config, V, B, dtype, more, allocated):
+    assert -0.05 < predicted(*case(config, V, B, dtype, more)) / allocated - 1 < 0.1
 
 
 def test_capacity_includes_what_the_process_holds():
