@@ -43,20 +43,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from bench.measure import (
-    REPO,
-    StepConfig,
-    facts_of,
-    padded,
-    train_options,
-    turns,
-    write_json,
-)
+from bench.measure import REPO, StepConfig, facts_of, in_turns, table, train_options, write_json
 from configurator import UserError, option, parse, run
 from hardware.machine import pick_device, pick_dtype, start
 from hardware.peak import peak_tflops
@@ -334,26 +327,21 @@ def compare_speed(cfg: CompareConfig) -> None:
         start, end = 1, 3  # SAMPLING prints three steps
     with tempfile.TemporaryDirectory() as tmp:
         commands = commands_of(cfg, c, Path(tmp))
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
-        for name in turns(commands, cfg.rounds):
-            seconds[name].append(seconds_per_step(commands[name], Path(tmp), start, end))
+        run_once = partial(seconds_per_step, folder=Path(tmp), start=start, end=end)
+        seconds = in_turns(commands, cfg.rounds, lambda name: [run_once(commands[name])])
     rates = {name: step_tokens / statistics.median(s) for name, s in seconds.items()}
 
-    heads = ["", "tok/s", "ours / it", "seconds per step, turn by turn"]
     flops = 0 if cfg.sampling else model.flops_per_token(cfg.block_size)
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
-    if flops:
-        print(source)
-        heads[3:3] = ["TFLOPS", "MFU"]
-    rows = [heads]
+    rows = []
     for name, rate in rates.items():
-        row = [name, f"{rate:,.1f}", f"{rates['ours'] / rate:.2f}x"]
+        row = {"": name, "tok/s": rate, "ours / it": f"{rates['ours'] / rate:.2f}x"}
         if flops:
             tflops = rate * flops / 1e12
-            row += [f"{tflops:.3f}", f"{tflops / peak:.1%}" if peak else ""]
-        rows.append([*row, " ".join(f"{s:.4g}" for s in seconds[name])])
-    for row in padded(rows):
-        print("   ".join(row))
+            row |= {"TFLOPS": tflops, "MFU": f"{tflops / peak:.1%}" if peak else ""}
+        times = " ".join(f"{s:.4g}" for s in seconds[name])
+        rows.append(row | {"seconds per step, turn by turn": times})
+    table(source if flops else "sampling", rows)
 
     facts = facts_of(device)
     if cfg.hf:
@@ -375,15 +363,14 @@ def compare_losses(cfg: CompareConfig) -> None:
             seeded = replace(cfg, seed=seed)
             finishes["nanoGPT"].append(nanogpt_finish(seeded, Path(folder)))
             finishes["ours"].append(our_finish(seeded, Path(folder)))
-        print(f"seed {seed}", *(f"{name} {ends[-1]}" for name, ends in finishes.items()), sep=" | ")
-    medians: dict[str, Finish] = {}
-    for name, ends in finishes.items():
-        medians[name] = {key: statistics.median(end[key] for end in ends) for key in ends[0]}
-    print("medians", *(f"{name} {median}" for name, median in medians.items()), sep=" | ")
-    peer, our = medians["nanoGPT"], medians["ours"]
-    times = f"{peer['training'] / our['training']:.2f} times as long in training"
-    times += f", and {peer['command'] / our['command']:.2f} times from command to exit"
-    print(f"nanoGPT took {times}; our loss less its loss is {our['loss'] - peer['loss']:+.4f}")
+        table(f"seed {seed}", [{"": name} | ends[-1] for name, ends in finishes.items()])
+    keys = ("loss", "training", "command")
+    peer, our = (
+        [statistics.median(e[k] for e in ends) for k in keys] for ends in finishes.values()
+    )
+    times = f"{peer[1] / our[1]:.2f} times as long in training"
+    times += f", and {peer[2] / our[2]:.2f} times from command to exit"
+    print(f"nanoGPT took {times}; our loss less its loss is {our[0] - peer[0]:+.4f}")
     facts = facts_of(torch.device("cpu"))
     write_json(cfg.json, facts | {"seeds": cfg.seeds, "finishes": finishes})
 

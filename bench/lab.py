@@ -215,9 +215,8 @@ def train_all(runs: list[Run]) -> int:
     signals: list[int] = []
     with stop_signals(signals):
         for run in ProgressBar("runs", todo.values()):
-            log = run.folder.with_name(
-                f"{run.folder.name}.log"
-            )  # in the folder only train.py writes
+            # Beside the folder, in which only train.py writes.
+            log = run.folder.with_name(f"{run.folder.name}.log")
             code = train(run, log, signals)
             if signals:
                 ProgressBar.write(f"{run.variant}: stopped by a signal: the same command goes on")

@@ -18,5 +18,3 @@ beta2 = 0.99
 warmup_ratio = 0.05
 eval_every = 250
 save_every = 500
-keep = 1
-log_every = 25

@@ -58,13 +58,18 @@ def train_options(cfg: TrainConfig, **overrides: Any) -> list[str]:
 # Clocks
 
 
-def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Yield all names one after the other, `rounds` times: whose turn it is to be measured.
+def in_turns(
+    names: Iterable[str], rounds: int, measure: Callable[[str], list[float]]
+) -> dict[str, list[float]]:
+    """Measure all names one after the other, `rounds` times, and return the seconds of each.
 
     Whatever else the machine does in the meantime disturbs all of them alike.
     """
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in ProgressBar("rounds", range(rounds)):
-        yield from names
+        for name, measured in seconds.items():
+            measured += measure(name)
+    return seconds
 
 
 def median_s(statement: str, names: dict[str, Any], seconds: float) -> float:
@@ -165,6 +170,22 @@ def padded(rows: list[list[str]]) -> list[list[str]]:
         cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
         lines.append([row[0].ljust(widths[0]), *cells[1:]])
     return lines
+
+
+def text(value: float | int | str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def table(title: str, rows: list[dict]) -> list[dict]:
+    """Print the rows below their keys, and return them."""
+    print(f"\n{title}")
+    for line in padded([list(rows[0]), *([text(v) for v in row.values()] for row in rows)]):
+        print(f"  {'  '.join(line)}".rstrip(), flush=True)
+    return rows
 
 
 def facts_of(device: torch.device) -> dict[str, str]:

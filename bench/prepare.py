@@ -26,7 +26,7 @@ from subprocess import DEVNULL
 
 import tiktoken
 
-from bench.measure import REPO, turns
+from bench.measure import REPO, in_turns, table
 from configurator import UserError, option, parse, run
 from text.hf_tokenizer import from_hugging_face
 from text.shapes import record_text
@@ -68,26 +68,26 @@ def main() -> None:
     times = math.ceil(cfg.mb * 10**6 / len(data))
     cores = cfg.workers or len(os.sched_getaffinity(0))
     mb = {"library": text_mb, "ours": text_mb * times}
-    seconds: dict[str, list[float]] = {name: [] for name in mb}
     with tempfile.TemporaryDirectory() as tmp:
         repeated = Path(tmp, "repeated.jsonl.gz")
         repeated.write_bytes(gzip.compress(data, 6) * times)
-        for name in turns(mb, cfg.rounds):
+        argv = [sys.executable, str(REPO / "prepare.py"), f"--input={repeated}", "--name=bench"]
+        argv += [f"--tokenizer={cfg.tokenizer}", f"--data_dir={tmp}", f"--workers={cfg.workers}"]
+
+        def measure(name: str) -> list[float]:
             start_time = time.perf_counter()
             if name == "ours":
-                argv = [sys.executable, str(REPO / "prepare.py"), f"--input={repeated}"]
-                argv += ["--name=bench", f"--tokenizer={cfg.tokenizer}", f"--data_dir={tmp}"]
-                subprocess.run([*argv, f"--workers={cfg.workers}"], stdout=DEVNULL, check=True)
+                subprocess.run(argv, stdout=DEVNULL, check=True)
             else:
                 for text in texts:
                     encode(text)
-            seconds[name].append(time.perf_counter() - start_time)
+            return [time.perf_counter() - start_time]
 
+        seconds = in_turns(mb, cfg.rounds, measure)
     rates = {name: mb[name] / statistics.median(seconds[name]) for name in mb}
     size = f"{times} x {text_mb:.1f} MB of text"
-    print(f"{size}, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}")
-    for name, rate in rates.items():
-        print(f"  {name:<8} {rate:7.2f} MB/s")
+    title = f"{size}, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}"
+    table(title, [{"": name, "MB/s": rate} for name, rate in rates.items()])
     print(f"  ours / (cores x library) = {rates['ours'] / cores / rates['library']:.2f}")
 
 

@@ -16,17 +16,13 @@ counts all of T x T in attention, but only the causal half is computed. So the r
 """
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.measure import StepConfig, facts_of, median_s, padded, write_json
+from bench.measure import StepConfig, facts_of, median_s, table, text, write_json
 from configurator import changes, option, parse, run
 from hardware.kernels import attention_kernel, pick_kernels
 from hardware.machine import Machine, start
@@ -45,7 +41,7 @@ class RoofConfig(StepConfig):
 
 
 # --------------------------------------------------------------------------------------------------
-# One figure, and how a table of figures is printed
+# One figure
 
 
 def figure_ms(measure: Callable[..., float], *arguments) -> float:
@@ -54,22 +50,6 @@ def figure_ms(measure: Callable[..., float], *arguments) -> float:
         return 1e3 * measure(*arguments)
     except RuntimeError:  # this machine cannot run it, or has too little memory for it
         return math.nan
-
-
-def text(value: float | int | str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
-
-
-def table(title: str, rows: list[dict]) -> list[dict]:
-    """Print the rows below their keys, and return them."""
-    print(f"\n{title}")
-    for line in padded([list(rows[0]), *([text(v) for v in row.values()] for row in rows)]):
-        print(f"  {'  '.join(line)}", flush=True)
-    return rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -119,16 +99,9 @@ def measure_squares(sizes: tuple[int, ...], seconds: float, machine: Machine) ->
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
-
-def attention_s(call: str, shape: tuple, backward: bool, seconds: float, machine: Machine) -> float:
-    """Return the seconds of a call of attention on q, k and v of `shape`: (B, nh, T, hs).
+def attention_s(shape: tuple, backward: bool, seconds: float, machine: Machine) -> float:
+    """Return the seconds of the model's attention on q, k and v of `shape`: (B, nh, T, hs).
 
     As in the model, they lie in memory as (B, T, nh, hs). dy is the gradient of the output. A
     forward pass alone also keeps what a backward pass needs, as in training.
@@ -137,33 +110,21 @@ def attention_s(call: str, shape: tuple, backward: bool, seconds: float, machine
     inputs = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype)
     *qkv, dy = inputs.transpose(2, 3)
     qkv = [t.detach().requires_grad_() for t in qkv]
-    names = dict(grad=torch.autograd.grad, F=F, kernels=pick_kernels(machine.device))
-    statement = f"grad({call}, qkv, dy)" if backward else call
-    return median_s(statement, names | dict(qkv=qkv, dy=dy), seconds)
+    attend = pick_kernels(machine.device).attend
+    names = dict(grad=torch.autograd.grad, attend=attend, qkv=qkv, dy=dy)
+    call = "attend(*qkv, None, 0.0)"
+    return median_s(f"grad({call}, qkv, dy)" if backward else call, names, seconds)
 
 
 def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Machine) -> list[dict]:
-    """Measure every backend, and last the model's own call: `default` is the backend it takes."""
+    """Return a row of both passes. kernel: that which torch takes."""
     shape = (M // T, c.n_head, T, c.head_dim)
     gflops = 2e-9 * math.prod(shape) * T  # two products, the causal half of each
-    rows = []
-    calls = dict.fromkeys(BACKENDS, "F.scaled_dot_product_attention(*qkv, is_causal=True)")
-    calls["the model"] = "kernels.attend(*qkv, None, 0.0)"
-    for name, call in calls.items():
-        limits = sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
-        with limits, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a backend that refuses gives its reasons at length
-            forward = figure_ms(attention_s, call, shape, False, seconds, machine)
-            passes = figure_ms(attention_s, call, shape, True, seconds, machine)
-        row = {"backend": name, "ms forward": forward, "ms both": passes}
-        row |= {"forward": gflops / forward, "both": 3 * gflops / passes}
-        rows.append(row)
-    # Only now ask for the default: torch sets up its order of priority in the first call.
-    chosen = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype)
-    for row in rows:
-        row["default"] = "*" if row["backend"] == chosen else ""
-    rows[-1]["default"] = chosen
-    return rows
+    forward, both = (figure_ms(attention_s, shape, b, seconds, machine) for b in (False, True))
+    # Only now ask for the kernel: torch sets up its order of priority in the first call.
+    row = {"kernel": attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype)}
+    row |= {"ms forward": forward, "ms both": both}
+    return [row | {"forward": gflops / forward, "both": 3 * gflops / both}]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -223,24 +184,6 @@ def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> lis
 # The roof
 
 
-def micro_step(
-    linear: list[dict], attended: list[dict], memory: list[dict], n_layer: int, M: int, accum: int
-) -> list[dict]:
-    """Return the least time of each part of a micro-step of M tokens, from the other tables.
-
-    AdamW runs once a step: its time is divided among the `accum` micro-steps of a step.
-    """
-    losses = [r["ms"] * M / r["of"] for r in memory if r[""] == "rows"]
-    parts = {
-        "linear layers": sum(r["ms"] for r in linear),
-        "attention": n_layer * attended[-1]["ms both"],
-        "cross-entropy": min(losses, key=lambda ms: (math.isnan(ms), ms)),
-        f"AdamW / {accum}": memory[-1]["ms"] / accum,
-    }
-    parts["all"] = sum(parts.values())
-    return [{"part": k, "ms": ms} for k, ms in parts.items()]
-
-
 def tflops_text(tflops: float, peak: float | None) -> str:
     fraction = f" = {tflops / peak:.1%} of peak" if peak else ""
     return f"{text(tflops)} TFLOPS{fraction}"
@@ -277,7 +220,7 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
     gemm_tflops = 1e-9 * flops * M / sum(r["ms"] for r in linear)
     print(f"  all: {tflops_text(gemm_tflops, peak)}")
 
-    title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}; *: taken by default.\n"
+    title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}.\n"
     title += "Only the unmasked half of T x T is counted: forward is 2 B nh T² hs, both is\n"
     title += "3 times that. (MFU counts all of T x T, which is twice as much.)"
     attended = table(title, measure_attention(c, M, T, cfg.seconds, machine))
@@ -286,8 +229,16 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
     title += "gradient written), of a copy (read and written) and of AdamW (28 bytes a parameter)"
     memory = table(title, measure_memory(model, M, cfg, machine))
 
-    least_times = micro_step(linear, attended, memory, c.n_layer, M, accum)
-    parts = table(f"The least time of a micro-step of {M:,} tokens", least_times)
+    losses = [r["ms"] * M / r["of"] for r in memory if r[""] == "rows"]
+    least = {
+        "linear layers": sum(r["ms"] for r in linear),
+        "attention": c.n_layer * attended[-1]["ms both"],
+        "cross-entropy": min(losses, key=lambda ms: (math.isnan(ms), ms)),
+        f"AdamW / {accum}": memory[-1]["ms"] / accum,  # it runs once a step
+    }
+    least["all"] = sum(least.values())
+    title = f"The least time of a micro-step of {M:,} tokens"
+    parts = table(title, [{"part": k, "ms": ms} for k, ms in least.items()])
     mfu_tflops = 1e-9 * model.flops_per_token(T) * M / parts[-1]["ms"]
     masked = "which also counts the masked half of attention"
     print(f"  the roof of MFU, {masked}: {tflops_text(mfu_tflops, peak)}")

@@ -4,8 +4,8 @@
     python -m bench.sweep config/train_100m.py
     # one axis; batch size 0 stands for the largest that is predicted to fit into a GPU
     python -m bench.sweep config/train_100m.py --vary=B --batch_sizes 8 16 32 0
-    # what is printed is Markdown
-    python -m bench.sweep config/train_100m.py --json=sweep.json >sweep.md
+    # also write the figures to a file
+    python -m bench.sweep config/train_100m.py --json=sweep.json
     # what an optimizer costs, and what it costs to keep documents apart
     python -m bench.sweep config/minimind_26m.py --vary=optimizer --batch_tokens=8192
     python -m bench.sweep config/minimind_26m.py --vary=documents --dataset=NAME
@@ -29,7 +29,6 @@ of them. A note gives the difference to the first cell in percent.
 import gc
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import get_args, get_type_hints
@@ -41,9 +40,11 @@ from bench.measure import (
     Training,
     batches_of,
     facts_of,
+    in_turns,
     new_optimizer,
     new_training,
-    turns,
+    table,
+    text,
     write_json,
 )
 from configurator import changes, option, parse, run
@@ -58,32 +59,24 @@ from training.parallel import wants_compile
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config, with_data
 
-AXES = "T,B,accum,optimizer,documents"
+AXES = ("T", "B", "accum", "optimizer", "documents")
 SETTINGS = ("optimizer", "documents")  # measured by turns
 
 
 @dataclass(frozen=True)
 class SweepConfig(StepConfig):
-    vary: str = option("T,B,accum", f"in this order, of: {AXES}", group="What to vary")
+    vary: tuple[str, ...] = option(AXES[:3], "in this order", choices=AXES, group="What to vary")
     block_sizes: tuple[int, ...] = option(
         (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192), "T", minimum=1
     )
-    batch_sizes: tuple[int, ...] = option(
-        (1, 8, 12, 16, 0), "B; 0: the largest that is predicted to fit (CUDA)", minimum=0
-    )
+    batch_sizes: tuple[int, ...] = option((1, 8, 12, 16, 0), "B; 0: the most that fits", minimum=0)
     accums: tuple[int, ...] = option((1, 8, 16), "micro-steps in a step", minimum=1)
     vocab_size: int = option(50257, "GPT-2's; a small model's head takes much time", minimum=1)
-    warmup: int = option(
-        3, "untimed steps; the first one compiles", minimum=1, group="Measurement of a cell"
-    )
+    warmup: int = option(3, "untimed steps; the first one compiles", minimum=1, group="Of a cell")
     steps: int = option(10, "timed steps", minimum=1)
     seconds: float = option(20.0, "a slow cell ends after this time, with fewer steps", above=0)
     rounds: int = option(8, "optimizer, documents: turns of two timed steps each", minimum=1)
     json: str = option("", "also write the figures to this file, after every cell", group="Output")
-
-    def problems(self) -> list[str]:
-        unknown = [axis for axis in self.vary.split(",") if axis not in AXES.split(",")]
-        return TrainConfig.problems(self) + [f"vary: {a!r} is none of {AXES}" for a in unknown]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,39 +171,19 @@ def interleaved_cells(
             optimizer = new_optimizer(replace(cfg, optimizer=value), machine, shared.model)
             trainings[value] = replace(shared, optimizer=optimizer)
 
-    seconds: dict[str, list[float]] = {value: [] for value in trainings}
-    for value in turns(trainings, cfg.rounds):
-        trainings[value].timed(1)
-        seconds[value] += trainings[value].timed(2)
-    medians = {value: statistics.median(times) for value, times in seconds.items()}
-    base = next(iter(medians.values()))
-    for value, median in medians.items():
-        note = f"{value}: {median / base - 1:+.1%}"
+    # The first step of a turn is not timed.
+    seconds = in_turns(trainings, cfg.rounds, lambda value: trainings[value].timed(3)[1:])
+    base = statistics.median(next(iter(seconds.values())))
+    for value, times in seconds.items():
+        note = f"{value}: {statistics.median(times) / base - 1:+.1%}"
         cell = {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": note}
-        yield cell | figures_of(seconds[value], shared, peak)
+        yield cell | figures_of(times, shared, peak)
 
 
 # --------------------------------------------------------------------------------------------------
-# The tables, in Markdown
 
-COLUMNS = {  # key in a cell: heading, format
-    "T": ("T", "d"),
-    "B": ("B", "d"),
-    "accum": ("accum", "d"),
-    "it_per_s": ("it/s", ",.2f"),
-    "tokens_per_s": ("tok/s", ",.0f"),
-    "tflops": ("TFLOPS", ".3f"),
-    "mfu": ("MFU", ".1%"),
-    "memory_gb": ("peak GB", ".2f"),
-    "step_ms": ("ms", ",.1f"),
-}
-
-
-def print_row(texts: list[str], note: str) -> None:
-    """Print a row of a table in Markdown, whose columns stand in line in a terminal too."""
-    row = f"| {' | '.join(f'{text:>7}' for text in texts)} | {note.replace('|', '/')} |"
-    ProgressBar.write(row)
-    sys.stdout.flush()
+# The columns of the tables: keys of a cell.
+SHOWN = ("T", "B", "accum", "it_per_s", "tokens_per_s", "tflops", "mfu", "memory_gb", "step_ms")
 
 
 def main() -> None:
@@ -231,18 +204,16 @@ def main() -> None:
         "peak": peak_source,
     }
     cells: list[dict] = []
-    print(f"# {facts['machine']}\n")
     for key, value in facts.items():
-        print(f"* {key}: {value}")
-    for axis in cfg.vary.split(","):
-        print(f"\n## {axis}\n")
-        print_row([heading for heading, _ in COLUMNS.values()], "note")
-        print_row(["--:"] * len(COLUMNS), ":--")
+        print(f"{key}: {value}")
+    for axis in cfg.vary:
+        rows: list[dict] = []
         for cell in cells_along(axis, cfg, machine, peak):
             cells.append({"axis": axis} | cell)
-            texts = [format(cell.get(key) or math.nan, form) for key, (_, form) in COLUMNS.items()]
-            print_row(texts, cell["note"])
+            rows.append({key: cell.get(key) or math.nan for key in SHOWN} | {"note": cell["note"]})
+            ProgressBar.write(", ".join(f"{key} {text(x)}" for key, x in rows[-1].items()))
             write_json(cfg.json, facts | {"settings": changes(cfg), "cells": cells})
+        table(axis, rows)
 
 
 if __name__ == "__main__":

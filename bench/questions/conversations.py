@@ -4,27 +4,20 @@
 # A window of pad has one conversation, and much padding: with 46 tokens in one, 44 windows have as
 # many tokens as 16 of pack.
 question = "One conversation in a window, or as many as fit, and may they see each other?"
-dataset = "chat"
+config = "config/chat.py"
 judge = "val_document_loss"
-preset = "qwen3"
 block_size = 128
 batch_size = 16
 batch_tokens = 16 * 128
 max_steps = 36
-loss_on = "answers"
-optimizer = "muon"
+max_epochs = 0
 lr = 2e-3
-embed_lr = 3.0
-vector_lr = 3.0
-schedule = "wsd"
-decay_ratio = 0.7
-min_lr_ratio = 0.0
 eval_every = 12
 save_every = 1000
 baseline = "pack"
 variants = {
     "pack": {"documents": "pack"},
-    "stream": {},
+    "stream": {"documents": "stream"},
     "pad, same time": {"documents": "pad"},
     "pad, same tokens": {"documents": "pad", "batch_tokens": 44 * 128, "batch_size": 22},
 }

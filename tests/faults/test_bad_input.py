@@ -151,7 +151,7 @@ ROOF = {
 }
 SWEEP = {
     "--batch_size=auto": "batch_size",
-    "--vary=T,C": "vary: 'C'",
+    "--vary T C": "'C'",
 }
 SCALES = {"--inits gpt2 magic": "'magic'"}
 LAB = {

@@ -148,7 +148,7 @@ OF_ONE += [f"sample.py --ckpt=out/writer --device=cuda --max_new_tokens=40 {way}
 OF_ONE += [
     f"plan.py SMALL {LLAMA}",
     "-m bench.sweep SMALL --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
-    f"-m bench.sweep SMALL {EAGER} --vary=optimizer,documents --rounds=1",
+    f"-m bench.sweep SMALL {EAGER} --vary optimizer documents --rounds=1",
     "-m bench.roof SMALL --compile=false --seconds=0.001",
     "-m bench.roof --squares 64 128 --seconds=0.001",
     f"-m bench.compare SMALL {EAGER} --steps=4 --warmup=1 --rounds=1",
