@@ -66,10 +66,11 @@ from text.baselines import ngram_losses
 from text.dataset import VERIFIED, files_of, open_dataset, verify
 from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
+from text.formats import Source
 from text.hf_tokenizer import HF_FILES
 from text.records import RULES
 from text.settings import PrepareConfig
-from text.sources import Source, find_sources
+from text.sources import find_sources
 from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics

@@ -19,12 +19,11 @@ from test_prepare import TEXTS, all_texts, documents, prepare_set
 import prepare
 from text import pool
 from text.encode import Encoder
-from text.formats import Chunk, Lines, read_chunks
+from text.formats import Chunk, Lines, Source, read_chunks
 from text.records import Tally
 from text.records import documents as documents_of
 from text.settings import PrepareConfig
 from text.shapes import record_text
-from text.sources import Source
 
 
 def zstd(data: bytes) -> bytes:
@@ -68,7 +67,6 @@ def test_a_compressed_file_that_is_damaged_is_an_error(tmp_path, refuses, suffix
 
 QUOTED = [
     ('id\ttext\n1\t"I go.\n2\tYou stay."\n3\tShe\n', ['"I go.', 'You stay."', "She"]),
-    ('id\ttext\n1\t"I go.\n2\n3\tYou stay."\n', ['"I go.', None, 'You stay."']),
     ('id\ttext\n1\t"Yes," she said.\n2\tb\n', ['"Yes," she said.', "b"]),
     ('id\ttext\n1\t"Go!"\n2\tb\n3\t"And so\n', ['"Go!"', "b", '"And so']),
     ('a\ttext\n"x\ty"\n', ['y"']),
@@ -88,14 +86,6 @@ def test_quotes_in_a_tsv_are_text_unless_csv_wrote_it(tmp_path, content, texts):
     path.write_text(content)
     (chunk,) = read_chunks([Source.from_path(path, "tsv")], PrepareConfig())
     assert [row["text"] for _, row in chunk.records] == texts
-
-
-@pytest.mark.parametrize("suffix, separator", [("csv", ","), ("tsv", "\t")])
-def test_rows_that_span_lines_are_counted(tmp_path, suffix, separator):
-    path = tmp_path / f"a.{suffix}"
-    path.write_text(f"id{separator}text\n" + f'1{separator}"a\nb"\n2{separator}c\n' * 9)
-    _, meta = prepare_set(tmp_path, path)
-    assert sorted(meta["records"]["shapes"].values()) == [9, 9]
 
 
 @pytest.mark.parametrize("window", [28, 31])
@@ -417,7 +407,7 @@ def test_a_record_that_cannot_be_encoded_is_bad_with_its_characters(tmp_path, mo
         encoder.tokenizer, "encode_array", lambda text: (fail if "z" in text else encode)(text)
     )
     lines = ['{"text": "one"}'] * (9 - bad) + [LONG] * bad
-    (rows, _), tally = encoder(Chunk("jsonl", [("a", Lines("\n".join(lines).encode(), 1))]))
+    (rows, _), tally = encoder(Chunk([("a", Lines("\n".join(lines).encode(), 1))]))
     assert len(rows) == 9 - bad and tally.bad.total() == bad
     assert tally.characters["bad"] == bad * len(LONG)
     assert tally.characters["read"] == sum(map(len, lines))
@@ -444,13 +434,6 @@ def test_without_a_terminal_progress_is_a_line_a_minute(tmp_path, monkeypatch, c
     lines = [line for line in capsys.readouterr().err.splitlines() if "%" in line]
     assert len(lines) == chunks // 4 > 5
     assert all(re.search(r"\d%.* \d\d:\d\d", line) for line in lines)
-
-
-def test_rows_with_fewer_fields_than_the_header_are_counted(tmp_path):
-    (tmp_path / "a.tsv").write_text("text\tid\nfirst half\nSECOND HALF\t1\n")
-    _, meta = prepare_set(tmp_path, tmp_path / "a.tsv")
-    shapes = meta["records"]["shapes"]
-    assert shapes == {"{text} in rows with fewer fields than the header": 1, "{text}": 1}
 
 
 def test_texts_stay_as_they_are_and_min_tokens_drops_short_ones(tmp_path):

@@ -12,10 +12,9 @@ from configurator import UserError
 from hardware.disk import Lock
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.docstrings import documentation
-from text.formats import read_chunks
+from text.formats import Source, read_chunks
 from text.settings import PrepareConfig
 from text.shapes import record_text
-from text.sources import Source
 
 TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world"]
 TEXTS += ["third 😀 naïve <|endoftext|> </s>"]

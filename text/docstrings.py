@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from zlib import crc32
 
-from text.sources import Source
+from text.formats import Source
 
 # Folders of tests and of other projects' packages.
 LEFT_OUT = set("site-packages test tests testing _vendor".split())

@@ -16,11 +16,10 @@ from configurator import UserError
 from hardware.terminal import plural
 from text.chat import chatml_ids
 from text.dataset import id_type
-from text.formats import Chunk
+from text.formats import Chunk, Source
 from text.pool import map_chunks
 from text.records import Document, Tally, documents
 from text.settings import PrepareConfig
-from text.sources import Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 
 # One row for each document, in the order of the input: its tokens with the eos, the bytes of its

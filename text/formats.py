@@ -1,7 +1,7 @@
-"""File formats: read_chunks() splits the files of a corpus into records.
+"""File formats: a function for each kind of file splits it into records.
 
-One process does that, and the workers parse the records (records.py). So the slow part runs on all
-cores.
+read_chunks() reads all files of a corpus so. One process does that, and the workers parse the
+records (records.py). So the slow part runs on all cores.
 """
 
 import codecs
@@ -14,18 +14,40 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from configurator import UserError
-from hardware.disk import check_regular_file
+from hardware.disk import check_regular_file, file_sha256
+from text.compression import Stream, decompressed, import_for
 from text.settings import PrepareConfig
-from text.sources import Source, decompressed, import_for
 
 CHUNK = 1 << 20  # characters
 
 
-# --------------------------------------------------------------------------------------------------
-# From files to chunks of records
+@dataclass
+class Source:
+    """A file to read. Its SHA-256 is filled in when it has been read."""
+
+    path: Path
+    kind: str  # of READERS
+    name: str  # the name that messages and meta.json show
+    bytes: int = 0  # size on the disk, so of the compressed data
+    changed: int = 0  # ctime in ns, since `cp -p` and `touch` can set mtime
+    sha256: str = ""
+
+    @classmethod
+    def from_path(cls, path: Path, kind: str, name: str = "") -> "Source":
+        """Return the Source of an existing file. name: shown in messages instead of the path."""
+        stat = path.stat()
+        return cls(path, kind, name or str(path), stat.st_size, stat.st_ctime_ns)
+
+    def finish(self) -> None:
+        """Fill in the SHA-256 after the file was read. Raises UserError if it has changed."""
+        self.sha256 = self.sha256 or file_sha256(self.path)
+        stat = self.path.stat()
+        if (stat.st_size, stat.st_ctime_ns) != (self.bytes, self.changed):
+            raise UserError(f"{self.name}: it changed while it was read: run the command again")
 
 
 class Lines(NamedTuple):
@@ -38,79 +60,10 @@ class Lines(NamedTuple):
     first: int  # number of the first line
 
 
-@dataclass
-class Chunk:
-    """Records, about a megabyte, that one worker parses."""
-
-    kind: str
-    # (location, record). The location is "file:line" or similar. The record is a text, Lines, a
-    # dict or other value from a parser, or an Unreadable that says why it cannot be read.
-    records: list[tuple[str, Any]]
-    bytes_read: int = 0  # bytes on the disk up to its end, summed over all files
-
-
-Records = Iterator[tuple[str, Any]]  # the records of a Chunk
-
-
-def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
-    """Yield the records of all files in order.
-
-    A record that is longer than cfg.max_record becomes an Unreadable, and is never in memory as a
-    whole. Raises UserError for a file that cannot be read, is damaged, or changes.
-    """
-    earlier = 0  # bytes of the files so far
-    chunk = Chunk("", [])
-    size = 0
-    for source in sources:
-        for raw, location, record in read_source(source, cfg):
-            if chunk.records and (size >= CHUNK or chunk.kind != source.kind):
-                chunk.bytes_read = earlier + raw.tell()
-                yield chunk
-                chunk = Chunk("", [])
-                size = 0
-            chunk.kind = source.kind
-            chunk.records.append((location, record))
-            size += 200 + characters(record)  # 200: a short record takes memory, too
-        earlier += source.bytes
-    if chunk.records:
-        chunk.bytes_read = earlier
-        yield chunk
-
-
-def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, str, Any]]:
-    """Yield (the open file, location, record) for each record of one file."""
-    try:
-        check_regular_file(source.path)
-        with cast(io.BufferedReader, open(source.path, "rb", 1 << 18)) as raw:
-            for location, record in READERS[source.kind](opened(source, raw, cfg), source, cfg):
-                yield raw, location, record
-        source.finish()
-    except Exception as e:
-        unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)
-        if not isinstance(e, unreadable) and type(e).__name__ != "ZstdError":
-            raise
-        # Only an error of the system has a strerror: the others are of a decompressor, or of
-        # UTF-16, where surrogateescape cannot keep wrong bytes.
-        damage = f"damaged or cut off, or not in --encoding={cfg.encoding} ({e})"
-        raise UserError(f"{source.name}: {getattr(e, 'strerror', None) or damage}") from None
-
-
-def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> Any:
-    """Return the input of a function in READERS: raw, or its decompressed bytes, or its text.
-
-    The byte order mark of UTF-16 tells the encoding of a file, whatever cfg.encoding.
-    """
-    if source.kind in ("parquet", "py"):
-        return raw
-    stream = decompressed(raw, source.name)
-    is_utf8 = codecs.lookup(cfg.encoding).name == "utf-8"
-    encoding = "utf-8-sig" if is_utf8 else cfg.encoding  # leaves out a byte order mark
-    if re.match(rb"\xff\xfe(?!\0\0)|\xfe\xff", stream.peek(4)):  # the first may be UTF-32, too
-        encoding = "utf-16"
-    elif source.kind == "jsonl" and cfg.has_byte_lines:
-        return stream
-    newline = "" if source.kind in ("csv", "tsv") else None
-    return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
+# (location, record) for each record of a file. The location is "file:line" or similar. The record
+# is a text, Lines, the source code of a Python module in bytes, a dict or other value from a
+# parser, or an Unreadable that says why it cannot be read.
+Records = Iterator[tuple[str, Any]]
 
 
 class Unreadable(ValueError):
@@ -147,23 +100,38 @@ def limited(record: Any, limit: int) -> Any:
     return record
 
 
+# The byte order mark of UTF-16. The first of the two may also begin that of UTF-32.
+UTF16_MARK = re.compile(rb"\xff\xfe(?!\0\0)|\xfe\xff")
+
+
+def text_of(stream: Stream, cfg: PrepareConfig, newline: str | None = None) -> io.TextIOWrapper:
+    """Return the text of a file, in UTF-16 if it has its mark, and otherwise in cfg.encoding."""
+    is_utf8 = codecs.lookup(cfg.encoding).name == "utf-8"
+    encoding = "utf-8-sig" if is_utf8 else cfg.encoding  # leaves out a byte order mark
+    if UTF16_MARK.match(stream.peek(4)):
+        encoding = "utf-16"
+    return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
+
+
 # --------------------------------------------------------------------------------------------------
 # Lines: JSON Lines, and text
 
 
-def read_jsonl(stream: io.IOBase, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield Lines of about a megabyte. Lines of a decoded stream, as of UTF-16, become bytes."""
+def read_jsonl(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
+    """Yield Lines of about a megabyte. Lines of UTF-16 become bytes in cfg.line_encoding."""
+    lines: Any = stream
+    if cfg.line_encoding != cfg.encoding or UTF16_MARK.match(stream.peek(4)):
+        lines = text_of(stream, cfg)
     number = 1  # of the first line that has not been yielded
-    while block := stream.read(CHUNK):
-        end = stream.readline(cfg.max_record + 1)  # of the last line in the block
-        skip_line(stream, end)
-        lines = block + end
-        if isinstance(lines, str):
-            encoding = cfg.encoding if cfg.has_byte_lines else "utf-8"
-            lines = lines.encode(encoding, "surrogateescape")
-        lines = lines.removesuffix(b"\n")
-        yield source.name, Lines(lines, number)
-        number += lines.count(b"\n") + 1
+    while block := lines.read(CHUNK):
+        end = lines.readline(cfg.max_record + 1)  # of the last line in the block
+        skip_line(lines, end)
+        block += end
+        if isinstance(block, str):
+            block = block.encode(cfg.line_encoding, "surrogateescape")
+        data = block.removesuffix(b"\n")
+        yield source.name, Lines(data, number)
+        number += data.count(b"\n") + 1
 
 
 def lines_of(f: io.TextIOBase, limit: int) -> Iterator[str]:
@@ -180,9 +148,9 @@ def skip_line(f: io.IOBase, line: str | bytes) -> None:
         line = f.readline(CHUNK)
 
 
-def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
+def read_txt(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
     """Yield the documents of a text file: the file, or its lines, or its blocks of lines."""
-    limit = cfg.max_record
+    f, limit = text_of(stream, cfg), cfg.max_record
     if cfg.txt == "file":
         yield source.name, limited(f.read(limit + 1), limit)
         return
@@ -224,12 +192,13 @@ def integer_of(digits: str) -> int | str:
 DECODER = json.JSONDecoder(parse_int=integer_of, object_pairs_hook=object_of)
 
 
-def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
+def read_json(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
     """Yield the elements of one array, or the values that follow one another in the file.
 
     Only one element and one window of the text are in memory at a time. Raises UserError where the
     text is not valid JSON, and for an element beyond the limit, since its end may never come.
     """
+    f = text_of(stream, cfg)
     window = f.read(WINDOW).lstrip()
     closing = "]" if window.startswith("[") else ""
     window = window.removeprefix("[")
@@ -267,20 +236,16 @@ def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Record
 # --------------------------------------------------------------------------------------------------
 # CSV, Parquet, and Python modules
 
-# In a field that starts with a quote. """Return x.""" may also be text, of a Python module.
-DOUBLED_QUOTE = re.compile(r'(?:^|\t)"(?:[^\t"]|"")*[^\t"]""[^\t\r\n"]')
 
-
-def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
+def read_csv(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
     """Yield each row as a dict: column -> text.
 
     Raises UserError for a row that cannot be parsed: the start of the next row is then unknown.
     """
     csv.field_size_limit(cfg.max_record)  # else an unclosed quote takes the rest of the file
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
-    with cast(io.BufferedReader, open(source.path, "rb", 1 << 18)) as raw:
-        is_csv = source.kind == "csv" or has_csv_quotes(opened(source, raw, cfg))
-    quoting = csv.QUOTE_MINIMAL if is_csv else csv.QUOTE_NONE
+    quoting = csv.QUOTE_MINIMAL if has_csv_quotes(source, cfg) else csv.QUOTE_NONE
+    f = text_of(stream, cfg, newline="")
     rows = csv.DictReader(f, dialect=dialect, quoting=quoting, strict=True)
     start = 1  # the first line of the row
     try:
@@ -301,36 +266,39 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
         raise UserError(f"{source.name}:{start}: {problem}") from None
 
 
-def has_csv_quotes(lines: Iterator[str]) -> bool:
-    """Return whether the quotes in a TSV enclose fields, as in CSV, or are ordinary text.
+# In a field that starts with a quote. """Return x.""" may also be text, of a Python module.
+DOUBLED_QUOTE = re.compile(r'(?:^|\t)"(?:[^\t"]|"")*[^\t"]""[^\t\r\n"]')
 
-    They enclose fields if one is doubled within a field, if the header is quoted, or if the first
-    and last lines of a row are not both rows by themselves.
+
+def has_csv_quotes(source: Source, cfg: PrepareConfig) -> bool:
+    """Return whether the quotes in a table enclose fields, as in CSV, or are ordinary text.
+
+    In a TSV, they enclose fields if one is doubled within a field, if the header is quoted, or if
+    csv can read the file and not every line by itself has as many tabs as the others.
     """
-    row_lines: list[str] = []  # the lines of the current row
-    rows = csv.reader((row_lines.append(line) or line for line in lines), "excel-tab", strict=True)
-    header: set[int] = set()  # how many tabs its line has
-    is_quoted = has_rows_within = False
-    try:
-        for row in rows:
-            if DOUBLED_QUOTE.search("".join(row_lines)):
-                return True
-            tabs = {row_lines[i].count("\t") for i in (0, -1)}
-            header = header or tabs
-            is_quoted |= rows.line_num == 1 and row_lines[0].startswith('"')
-            if row and (len(row_lines) > 1 or tabs != {len(row) - 1}):
-                is_quoted |= tabs != header
-                has_rows_within |= tabs == header
-            row_lines.clear()
-    except csv.Error:
-        return False
-    return is_quoted and not has_rows_within
+    if source.kind == "csv":
+        return True
+    lines: list[str] = []  # of the current row
+    tabs = set()  # of a line
+    with open(source.path, "rb") as raw:
+        f = text_of(decompressed(raw, source.name), cfg, newline="")
+        rows = csv.reader((lines.append(line) or line for line in f), "excel-tab", strict=True)
+        try:
+            for row in rows:
+                is_quoted_header = rows.line_num == 1 and lines[0].startswith('"')
+                if is_quoted_header or DOUBLED_QUOTE.search("".join(lines)):
+                    return True
+                tabs |= {line.count("\t") for line in lines if row}
+                lines.clear()
+        except csv.Error:
+            return False
+    return len(tabs) > 1
 
 
 TIME = re.compile("physical_type: INT96|logical_type: (Time|Date)")  # of a Parquet column
 
 
-def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
+def read_parquet(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
     """Yield each row as a dict: column -> value, None for a time that --fields does not name.
 
     pyarrow opens the file itself.
@@ -355,10 +323,65 @@ def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
         raise UserError(f"{source.name}: not a readable Parquet file ({reason})") from None
 
 
-def read_module(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
-    yield source.name, raw.read()
+def read_module(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
+    yield source.name, stream.read()
 
 
-# The function for each kind of file. It reads the stream that opened() returns.
+# Kind of file -> the function that yields its records, from its decompressed bytes.
 READERS = {"jsonl": read_jsonl, "json": read_json, "csv": read_csv, "tsv": read_csv}
-READERS |= {"txt": read_txt, "parquet": read_parquet, "py": read_module}
+READERS |= {"txt": read_txt, "parquet": read_parquet}
+# Suffix of a file -> its kind; "": it has data that cannot be read, so it must not be skipped.
+KINDS = {f".{kind}": kind for kind in READERS} | {".ndjson": "jsonl", ".md": "txt", ".arrow": ""}
+READERS["py"] = read_module  # docstrings.py lists these files
+
+
+# --------------------------------------------------------------------------------------------------
+# From the files of a corpus to chunks of records
+
+
+class Chunk(NamedTuple):
+    """Records, about a megabyte, that one worker parses."""
+
+    records: list[tuple[str, Any]]  # as in Records
+    bytes_read: int = 0  # bytes on the disk up to its end, summed over all files
+
+
+def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
+    """Yield the records of all files in order.
+
+    A record that is longer than cfg.max_record becomes an Unreadable, and is never in memory as a
+    whole. Raises UserError for a file that cannot be read, is damaged, or changes.
+    """
+    earlier = 0  # bytes of the files so far
+    records: list[tuple[str, Any]] = []
+    size = 0
+    for source in sources:
+        for position, location, record in read_source(source, cfg):
+            records.append((location, record))
+            size += 200 + characters(record)  # 200: a short record takes memory, too
+            if size >= CHUNK:
+                yield Chunk(records, earlier + position)
+                records = []
+                size = 0
+        earlier += source.bytes
+    if records:
+        yield Chunk(records, earlier)
+
+
+def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[int, str, Any]]:
+    """Yield (bytes read, location, record) for each record of one file."""
+    try:
+        check_regular_file(source.path)
+        with open(source.path, "rb") as raw:
+            stream = decompressed(raw, source.name)
+            for location, record in READERS[source.kind](stream, source, cfg):
+                yield raw.tell(), location, record
+        source.finish()
+    except Exception as e:
+        unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)
+        if not isinstance(e, unreadable) and type(e).__name__ != "ZstdError":
+            raise
+        # Only an error of the system has a strerror: the others are of a decompressor, or of
+        # UTF-16, where surrogateescape cannot keep wrong bytes.
+        damage = f"damaged or cut off, or not in --encoding={cfg.encoding} ({e})"
+        raise UserError(f"{source.name}: {getattr(e, 'strerror', None) or damage}") from None

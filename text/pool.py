@@ -14,10 +14,9 @@ from typing import Any
 
 from configurator import UserError, note
 from hardware.terminal import ProgressBar
-from text.formats import Chunk, read_chunks
+from text.formats import Chunk, Source, read_chunks
 from text.records import Tally, check_bad, check_unread
 from text.settings import PrepareConfig
-from text.sources import Source
 
 # The function that a worker applies to chunks. It is sent to each worker once, at its start.
 Task = Callable[[Chunk], tuple[Any, Tally]]

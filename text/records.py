@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from configurator import UserError, harmless
 from text.chat import RECORD_FLAGS, chatml, is_refused, turns_of, without_flags
 from text.docstrings import conversations, documentation
-from text.formats import DECODER, Chunk, Lines, characters, limited
+from text.formats import DECODER, Chunk, Lines, Unreadable, characters, limited
 from text.settings import PrepareConfig
 from text.shapes import read_conversation, record_text
 
@@ -122,32 +122,27 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
 
     Raises UserError for a text file that --input names and that cannot be read.
     """
-    records = (unpack(chunk.kind, location, record, cfg) for location, record in chunk.records)
-    for location, record in itertools.chain.from_iterable(records):
+    records = (unpack(location, record, cfg) for location, record in chunk.records)
+    for location, record, size in itertools.chain.from_iterable(records):
         tally.records += 1
-        tally.characters["read"] += characters(record)
+        tally.characters["read"] += size
         try:
-            spans, shape = understand(chunk.kind, record, cfg, tally)
+            spans, shape = parse_record(record, cfg, tally)
             # Its hash decides the split, and must not depend on which answers are learned.
             messages = without_flags(spans)
             utf8 = b"\xff".join(to_utf8("".join(span), cfg.encoding) for span in messages)
         except (ValueError, RecursionError) as e:
-            tally.characters["bad"] += characters(record)
-            line = f", line {e.args[1]}" if chunk.kind == "txt" and e.args[1:] else ""
-            if chunk.kind == "txt" and location in cfg.input:  # the file is one record
+            tally.characters["bad"] += size
+            line = f", line {e.args[1]}" if isinstance(record, str) and e.args[1:] else ""
+            if location in cfg.input:  # the record is the whole file
                 raise UserError(f"--input {location}{line}: {e.args[0]}") from None
             tally.reject(location + line, str(e.args[0]))
             continue
-        if chunk.kind in ("csv", "tsv"):
-            if any("\n" in (text or "") for text in record.values()):
-                shape += " in rows that span lines"
-            if None in record.values():
-                shape += " in rows with fewer fields than the header"
         tally.shapes[shape] += 1
         if not spans:
             tally.dropped["marked as not to be learned"] += 1
             continue
-        found = [Document(location, spans, utf8, characters(record))]
+        found = [Document(location, spans, utf8, size)]
         if cfg.separators and len(spans) == 1:
             parts = re.split(f"({'|'.join(map(re.escape, cfg.split_at))})", spans[0][0])
             tally.separators.update(parts[1::2])
@@ -158,50 +153,49 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         yield from full
 
 
-def unpack(kind: str, location: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (location, record) for each record in a record of a Chunk.
+def unpack(location: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str, Any, int]]:
+    """Yield (location, record, characters) for each record in a record of a Chunk.
 
-    These are the lines of Lines that are not blank; the texts of a Python module, or with cfg.chat
-    the conversations about it; and any other record itself.
+    These are the lines of Lines that are not blank, decoded from JSON; the texts of a Python
+    module, or with cfg.chat the conversations about it; and any other record itself.
     """
-    if kind == "py":
+    if isinstance(record, bytes):
         for text in (conversations if cfg.chat else documentation)(record, location):
-            yield location, text
+            yield location, text, characters(text)
     elif isinstance(record, Lines):
-        encoding = cfg.encoding if cfg.has_byte_lines else "utf-8"
         for number, line in enumerate(record.data.split(b"\n"), record.first):
+            place, size = f"{location}:{number}", len(line)
+            if size > cfg.max_record:
+                yield place, limited(line, cfg.max_record), size
+                continue
             # Files that were joined may have a byte order mark within.
             try:
-                text = line.decode(encoding, "surrogateescape").removeprefix("\ufeff")
+                text = line.decode(cfg.line_encoding, "surrogateescape").removeprefix("\ufeff")
             except UnicodeDecodeError:  # UTF-7 and ISO-2022-JP: surrogateescape fails there
                 text = "\udcff"
-            if len(line) > cfg.max_record:
-                yield f"{location}:{number}", limited(line, cfg.max_record)
-            elif text and not text.isspace():
-                yield f"{location}:{number}", text
+            if text and not text.isspace():
+                yield place, json_value(text), len(text)
     else:
-        yield location, record
+        yield location, record, characters(record)
 
 
-def understand(
-    kind: str, record: Any, cfg: PrepareConfig, tally: Tally
-) -> tuple[list[list[str]], str]:
+def json_value(text: str) -> Any:
+    """Return the value of a line of JSON, or the error that says what is wrong."""
+    try:
+        return DECODER.decode(text)
+    except (JSONDecodeError, RecursionError):
+        return Unreadable("not JSON in one line: try --format=json or --encoding=utf-16")
+    except ValueError as e:
+        return e
+
+
+def parse_record(record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[list[list[str]], str]:
     """Return (spans, shape) of a record. Raises ValueError, which says what is wrong.
 
     A conversation that is not to be learned has no spans.
     """
     if isinstance(record, ValueError):
         raise record
-    if kind == "txt":
-        if 4 * record.count("\0") > len(record):
-            raise ValueError("a quarter of it is NUL: of --encoding=utf-16-le or utf-16-be?")
-        return [[record]], "plain text"
-    if kind == "jsonl":
-        try:
-            record = DECODER.decode(record)
-        except (JSONDecodeError, RecursionError):
-            problem = "not JSON in one line: try --format=json or --encoding=utf-16"
-            raise ValueError(problem) from None
     if found := read_conversation(record, cfg.fields, cfg.chat):
         messages, shape, unread = found
         turns = turns_of(messages)

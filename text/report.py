@@ -24,10 +24,10 @@ from text.dataset import (
     verify,
 )
 from text.encode import token_sizes
+from text.formats import Source
 from text.packing import find_tokens
 from text.records import Tally
 from text.settings import PrepareConfig
-from text.sources import Source
 from text.tokenizer import Tokenizer
 
 

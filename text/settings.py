@@ -95,9 +95,9 @@ class PrepareConfig:
         return int(self.max_record_mb * 1e6)
 
     @property
-    def has_byte_lines(self) -> bool:
-        """Whether a byte 0x0A always ends a line: in ASCII, UTF-8 and GB18030, not in UTF-16."""
-        return "\n".encode(self.encoding) == b"\n"
+    def line_encoding(self) -> str:
+        """The encoding, if each byte 0x0A in it ends a line, as in GB18030; for UTF-16, UTF-8."""
+        return self.encoding if "\n".encode(self.encoding) == b"\n" else "utf-8"
 
     @property
     def split_at(self) -> list[str]:

@@ -174,8 +174,10 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str, dict[str, int]
     `fields` names other fields: a list `question,answer`, joined by line ends, or a template
     `问：{question}答：{answer}`. Raises ValueError if the record has no known shape.
     """
-    if isinstance(record, str) and not fields:
-        return record, "a text", {}
+    if isinstance(record, str):
+        if 4 * record.count("\0") > len(record):
+            raise ValueError("a quarter of it is NUL: of --encoding=utf-16-le or utf-16-be?")
+        return record, "plain text", {}
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise ValueError(f"a {kind}, not an object: in a .jsonl, --format=json reads arrays")

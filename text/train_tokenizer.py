@@ -9,12 +9,11 @@ from pathlib import Path
 
 from configurator import UserError, changes, note
 from hardware.disk import file_sha256
-from text.formats import Chunk
+from text.formats import Chunk, Source
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
 from text.pool import map_chunks
 from text.records import Tally, documents
 from text.settings import MADE_HERE, PrepareConfig
-from text.sources import Source
 from text.tokenizer import IM_END, IM_START, SentencePiece, Tokenizer
 
 READING = "reading for the tokenizer"

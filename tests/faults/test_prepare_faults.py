@@ -17,10 +17,9 @@ import prepare
 from configurator import UserError
 from text import formats, records, sources
 from text.dataset import open_dataset
-from text.formats import read_chunks
+from text.formats import Source, read_chunks
 from text.records import Tally
 from text.settings import PrepareConfig
-from text.sources import Source
 
 CHUNK = 20_000  # bytes: 300 records are several chunks
 
@@ -160,13 +159,13 @@ def test_a_kill_before_any_change_on_the_disk_loses_no_data(corpus, reference, t
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(corpus, tmp_path, refuses):
     path = shutil.copy(corpus[0], tmp_path / "c.jsonl")
-    source = sources.Source.from_path(path, "jsonl")
+    source = Source.from_path(path, "jsonl")
     for change in (b"", b'{"text": "one more"}\n'):  # the first one only sets its times
         os.utime(path, (0, 0))
         path.write_bytes(path.read_bytes() + change)
         with pytest.raises(UserError, match="c.jsonl: it changed"):
             list(read_chunks([source], PrepareConfig()))
-    (source,) = read = [sources.Source.from_path(path, "jsonl")]
+    (source,) = read = [Source.from_path(path, "jsonl")]
     list(read_chunks(read, PrepareConfig()))
     assert source.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
