@@ -59,10 +59,10 @@ def map_chunks(
 def begin_worker(task: Task) -> None:
     """Store the task for do_task(), and end this worker when the main process ends."""
     worker_tasks.append(task)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     multiprocessing.parent_process().join()  # pyrefly: ignore[missing-attribute]
     os._exit(1)
 

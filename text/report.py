@@ -96,8 +96,8 @@ def first_document(folder: Path, meta: dict) -> str:
 
 def summary(meta: dict, folder: Path) -> str:
     """Return the report of a data set, several lines, from its meta.json."""
-    kind = meta["tokenizer"].get("called") or meta["tokenizer"]["kind"]
     splits, records = meta["splits"], meta["records"]
+    kind = meta["tokenizer"]["called"]
     lines = [f"{folder}: {kind} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}"]
     for split, s in splits.items():
         documents = plural(s["documents"], "document")
@@ -111,19 +111,17 @@ def summary(meta: dict, folder: Path) -> str:
         lines.append(f"  {plural(few, 'document')}, split by tokens: the last tokens are val.bin")
     characters, tokens = (sum(s[k] for s in splits.values()) for k in ("characters", "tokens"))
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
-    # Data sets of earlier versions also have a histogram here.
-    lengths = {k: n for k, n in meta["lengths"].items() if k != "histogram"}
-    percentiles = ", ".join(f"{name} {n:,}" for name, n in lengths.items())
+    percentiles = ", ".join(f"{name} {n:,}" for name, n in meta["lengths"].items())
     lines.append(f"  tokens per document: {percentiles}")
     lines.append(f"  {plural(records['read'], 'record')}, read as {counted(records['shapes'])}")
     for outcome in ("bad", "dropped", "changed"):
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
-    if records["changed"] and records.get("checked"):
+    if records["changed"] and records["checked"]:
         lines[-1] += f" (of {plural(records['checked'], 'document')} decoded for comparison)"
     lines += [f"  bad record, for example {example}" for example in records["examples"]]
-    if records.get("unread"):  # data sets of earlier versions have not counted them
+    if records["unread"]:
         lines.append(f"  fields that are not read: {unread_fields(records)}")
-    if names := records.get("names"):
+    if names := records["names"]:
         advice = "--separators splits texts at them"
         lines.append(f"  special tokens encoded as ordinary text: {counted(names)} ({advice})")
     for source in meta["sources"]:
@@ -137,9 +135,7 @@ def summary(meta: dict, folder: Path) -> str:
 
 def unread_fields(records: dict) -> str:
     """Return `12 x summary, 4,567 characters; 3 x meta.note, 89 characters`, the largest first."""
-    counts = records["unread"]
-    # Data sets of earlier versions have not counted characters.
-    sizes = Counter(records.get("unread_characters") or dict.fromkeys(counts, 0)).most_common()
+    counts, sizes = records["unread"], Counter(records["unread_characters"]).most_common()
     shown = [f"{counts[path]:,} x {path}, {size:,} characters" for path, size in sizes[:12]]
     size = sum(size for _, size in sizes[12:])
     shown += [f"{len(sizes) - 12:,} others, {size:,} characters"] * (len(sizes) > 12)

@@ -87,12 +87,12 @@ class Fields:
         return next(name for name in names if name in self.names)
 
     def take(self, name: str) -> str:
-        """Read a field as get() does."""
+        """Read a field as field_text() does."""
         if name not in self.names:
             return ""
         key = self.names[name]
         self.read.add((id(self.record), key))
-        return get(self.record, key)
+        return field_text(self.record, key)
 
     def optional(self, name: str) -> str:
         """Read a field that may be missing, blank or false."""
@@ -102,7 +102,7 @@ class Fields:
 
 
 def holds_text(value: Any) -> bool:
-    """Return whether get() reads a value as a text that is not blank."""
+    """Return whether field_text() reads a value as a text that is not blank."""
     if isinstance(value, str):
         return value != "" and not value.isspace()
     if isinstance(value, list):
@@ -110,7 +110,7 @@ def holds_text(value: Any) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
 
-def get(record: dict, key: str) -> str:
+def field_text(record: dict, key: str) -> str:
     """Return a field as text: a number as its digits, null or a missing field as "".
 
     The texts of a list become lines. Raises ValueError for anything else.
@@ -438,7 +438,7 @@ def chosen_fields(record: dict, fields: str, read: set) -> str:
             place = id(inner), key
             inner = inner[key]
         read.add(place)
-        return get({name: inner}, name)
+        return field_text({name: inner}, name)
 
     if "{" in fields:
         return FIELD.sub(lambda m: text(m[1]), fields.replace("\\n", "\n"))

@@ -21,7 +21,7 @@ SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenize
 
 # SentencePiece uses these four characters itself: no token can contain one of them.
 RESERVED = set("\0\x1f\u2581\u2585")
-CUT = "\0"  # in the texts that a tokenizer is trained on: no token crosses it
+BOUNDARY = "\0"  # in the texts that a tokenizer is trained on: no token crosses it
 
 
 def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
@@ -86,12 +86,12 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
     as before an answer. (It costs 0.3 to 0.5 % more tokens: bench/LOG.md.)
     """
     # SentencePiece would leave out all of a sentence with a U+2585, and take a U+2581 for a space.
-    sentences = (re.sub("[\x1f\u2581\u2585]", CUT, text) for text in sample)
+    sentences = (re.sub("[\x1f\u2581\u2585]", BOUNDARY, text) for text in sample)
     try:
         make_model(
             path,
-            [re.sub(r"\n(?=[^\n])", f"\n{CUT}", text) for text in sentences],
-            pretokenization_delimiter=CUT,
+            [re.sub(r"\n(?=[^\n])", f"\n{BOUNDARY}", text) for text in sentences],
+            pretokenization_delimiter=BOUNDARY,
             model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
