@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,8 @@ def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[
 def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[str, str]]:
     """Yield (location, text) for each sample that a step of a run trained on.
 
+    The location is followed by the first inputs, each with its target.
+
     path: its metrics.jsonl, for error messages. records: the content of that file, which includes
     the settings of the run. step: counted from 1, as in the log and metrics.jsonl.
     Raises UserError if the records have no such step, or if a data set was made again since then.
@@ -207,4 +210,6 @@ def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[
         ids = ids[ids >= 0]  # the others are padding
         documents = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))
         texts = [tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents]
-        yield f"sample {number:,}: {location}", "<eos>".join(texts)
+        shown = [repr(tokenizer.decode([token])) for token in ids[:7].tolist()]
+        pairs = ", ".join(f"{x} -> {y}" for x, y in pairwise(shown))
+        yield f"sample {number:,}: {location}\n---- input -> target: {pairs}", "<eos>".join(texts)
