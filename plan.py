@@ -30,10 +30,10 @@ from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tfl
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
 from training.banner import rows_of_model, rows_of_plan
+from training.batch_size import plan_run
 from training.checkpoint import with_model
 from training.huggingface import read_shape
 from training.memory import SHARDS, Step, bytes_needed, largest_batch, overhead, step_memory
-from training.parallel import plan_run
 from training.plan import Plan
 from training.settings import TrainConfig, extend_context, model_config, with_data
 

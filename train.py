@@ -59,6 +59,7 @@ from model import GPT
 from text.dataset import load_tokenizer, open_datasets, train_loader
 from training import startup
 from training.banner import banner, pace_note
+from training.batch_size import check_capacity, halve_batch, plan_run
 from training.batches import Batch, first_batch, read_ahead
 from training.checkpoint import (
     Saver,
@@ -74,17 +75,7 @@ from training.evaluate import evaluate_all, evaluation_windows, prompt_ids, writ
 from training.huggingface import from_pretrained
 from training.memory import Step, optimizer_memory
 from training.optimizer import make_optimizer
-from training.parallel import (
-    check_capacity,
-    compile_now,
-    fits,
-    full_weights,
-    halve_batch,
-    is_sharded_run,
-    plan_run,
-    sync_gradients,
-    wrap,
-)
+from training.parallel import compile_now, fits, full_weights, is_sharded_run, sync_gradients, wrap
 from training.plan import Progress, lr_at, momentum_at
 from training.report import Report, first_records
 from training.settings import TrainConfig, model_config, with_data

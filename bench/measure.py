@@ -27,9 +27,10 @@ from hardware.terminal import ProgressBar
 from model import GPT, GPTConfig
 from text.windows import Loader
 from train import take_step
+from training.batch_size import wants_compile
 from training.batches import Batch, read_ahead
 from training.optimizer import make_optimizer
-from training.parallel import wants_compile, wrap
+from training.parallel import wrap
 from training.settings import TrainConfig
 
 REPO = Path(__file__).resolve().parents[1]

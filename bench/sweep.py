@@ -54,8 +54,8 @@ from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
+from training.batch_size import wants_compile
 from training.memory import Step, largest_batch
-from training.parallel import wants_compile
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config, with_data
 

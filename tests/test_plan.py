@@ -14,7 +14,7 @@ from configurator import parse
 from model import GPT
 from training import memory
 from training.banner import pace_note
-from training.parallel import wants_compile
+from training.batch_size import wants_compile
 from training.plan import best_batch
 from training.settings import TrainConfig
 
