@@ -229,7 +229,7 @@ def overhead(model: GPT, peak: float, step: Step) -> dict[str, float]:
     """
     if step.device == "cpu":
         # Smaller tensors fill the memory of freed logits, so the next logits need new memory. (With
-        # shards, large tensors have pages of their own: tune_malloc() of hardware/machine.py)
+        # shards, large tensors have pages of their own: tune_malloc() of hardware/limits.py)
         logits = step.B * step.T * model.config.padded_vocab_size * step.dtype.itemsize
         gap = 0 if step.zero else logits * (1 + keeps_gradient(logits, step.device))
         return {"Python and torch": 0.3e9, "gap in the heap": gap}
