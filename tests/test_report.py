@@ -19,6 +19,7 @@ from training import report
 from training.metrics import read_metrics, start_metrics
 from training.plan import Progress, make_plan
 from training.settings import TrainConfig
+from training.tracker import Tracker
 
 # A package wandb or swanlab that writes down how it is called, and fails as the test wants.
 STAND_IN = """
@@ -109,31 +110,35 @@ def test_the_step_after_the_first_is_timed_alone(trains, monkeypatch):
     assert max(metrics(trains(), "step_ms").values()) < 86_400_000 and days
 
 
-def test_eta_counts_evaluations_and_saves_to_come(tiny_data, tmp_path):
-    """The first evaluation is predicted; a resumed run has the time of the last one."""
-    cfg = TrainConfig(max_steps=100, eval_every=30, save_every=40, tracker="off", batch_tokens=1024)
-    plan, progress = make_plan(cfg, 1, 10_000), Progress(step=60, losses=[1.0])
-    sets = open_datasets("tiny", tiny_data)
+@pytest.fixture
+def make_report(tiny_data, tmp_path) -> Callable[..., report.Report]:
+    """make_report(records, done) returns the report of a run of 100 steps; `done` are done."""
+
+    def make(records: list[dict], done: int = 0) -> report.Report:
+        every = dict(max_steps=100, eval_every=30, batch_tokens=1024, tracker="off")
+        cfg, progress = TrainConfig(**every), Progress(step=done, losses=[1.0])
+        sets = open_datasets("tiny", tiny_data)
+        return report.Report(cfg, CPU, make_plan(cfg, 1, 10_000), sets, progress, tmp_path, records)
+
+    return make
+
+
+def test_eta_counts_the_evaluations_to_come(make_report, tmp_path):
+    """The first one is predicted; a resumed run has the time of the last one."""
     clock = Mock(step=50, data_s=0.0, **{"seconds.return_value": 10.0})  # one second a step
-    predicted = sets[0].meta["splits"]["val"]["tokens"] / plan.step_tokens
-    # At steps 60, 90, 100; 80, 100.
-    known = [{"step": 30, "eval_s": 20.0}]
-    for records, seconds, saving in (([], predicted, 0), (known, 20.0, 0), (known, 20.0, 3)):
-        reports = report.Report(cfg, CPU, plan, sets, progress, tmp_path, records)
-        reports.pauses |= {"save_every": saving} if saving else {}
-        for _ in range(2):
-            reports.step(1.0, 1e-3, 1.0, 1, None, clock)
-        etas = [r["eta_s"] for r in read_metrics(tmp_path / "metrics.jsonl") if "eta_s" in r]
-        assert etas == [pytest.approx(40 + 3 * seconds + 2 * saving)] * 2
+    for records in ([], [{"step": 30, "eval_s": 20.0}]):
+        reports = make_report(records, done=60)
+        predicted = reports.sets[0].meta["splits"]["val"]["tokens"] / reports.plan.step_tokens
+        reports.step(1.0, 1e-3, 1.0, 1, None, clock)
         reports.close()
+        eval_s = 20.0 if records else predicted
+        # At steps 60, 90 and 100.
+        assert metrics(tmp_path, "eta_s") == {60: pytest.approx(40 + 3 * eval_s)}
 
 
-def test_numbers_that_are_not_finite_are_left_out_of_the_records(tiny_data, tmp_path, capsys):
-    """Also where an earlier version has written them: NaN is no JSON."""
-    cfg = TrainConfig(max_steps=3, tracker="off", batch_tokens=1024)
-    before = [{"step": 0, "loss": math.nan, "lr": math.inf}]
-    state = (make_plan(cfg, 1, 10_000), open_datasets("tiny", tiny_data), Progress())
-    reports = report.Report(cfg, CPU, *state, tmp_path, before)
+def test_numbers_that_are_not_finite_are_left_out(make_report, tmp_path, capsys):
+    """NaN is no JSON."""
+    reports = make_report([{"step": 0, "lr": math.inf}])
     losses = {"val_loss": [2.0], "val_document_loss": [1.0], "train_eval_loss": [math.nan]}
     assert reports.evaluation(0, losses, 1.0) == 2.0
     assert math.isnan(reports.evaluation(1, losses | {"val_loss": [math.nan]}, 1.0))
@@ -148,24 +153,23 @@ def test_numbers_that_are_not_finite_are_left_out_of_the_records(tiny_data, tmp_
     assert "train nan" not in capsys.readouterr().out
 
 
-def test_steps_sent_to_a_tracker_never_go_back(tmp_path, calls):
-    """A save ends while later steps are logged."""
-    tracker = report.Tracker("wandb", tmp_path, {}, "id", 0)
-    for numbers in ({"step": 5, "loss": 1.0}, {"step": 4, "save_s": 0.1}, {"step": 6, "loss": 1.0}):
-        tracker.log(numbers)
-    lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert [line[1] for line in lines if line[0] == "log"] == [5, 5, 6]
-
-
-def test_full_disk_is_one_warning_and_no_error(tmp_path, capsys):
-    cfg = TrainConfig(max_steps=3, tracker="off", batch_tokens=1024)
-    plan = make_plan(cfg, 1, 10_000)
-    reports = report.Report(cfg, CPU, plan, [], Progress(), tmp_path, [])
+def test_a_full_disk_is_one_warning_and_no_error(make_report, capsys):
+    reports = make_report([])
     reports.file = open("/dev/full", "a")
     for step in range(3):
         reports.sample(step, "text")
     reports.close()
     assert capsys.readouterr().out.count("warning") == 1
+
+
+def test_steps_sent_to_a_tracker_never_go_back(tmp_path, calls):
+    """A save ends while later steps are logged."""
+    run = {"step": 0, "settings": {}, "tracker_run": "id"}
+    tracker = Tracker("wandb", tmp_path, run, pytest.fail)
+    for record in ({"step": 5, "loss": 1.0}, {"step": 4, "save_s": 0.1}, {"step": 6, "loss": 1.0}):
+        tracker.send(record)
+    lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [line[1] for line in lines if line[0] == "log"] == [5, 5, 6]
 
 
 def test_missing_tracker_is_named(refuses, monkeypatch):

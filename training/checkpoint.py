@@ -128,7 +128,6 @@ class Saver:
         state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
         weights = to_host(dict(model.named_parameters()), self.machine.is_main)
         state = to_host(state, self.machine.is_main)
-        self.report.pauses["save_every"] = time.perf_counter() - started
         if self.machine.is_main:
             self.writing = self.pool.submit(self.write, weights, state, started)
 

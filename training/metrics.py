@@ -13,6 +13,10 @@ from typing import TextIO
 from configurator import UserError
 from hardware.disk import atomic_write, check_regular_file
 
+# The kind of each value that is computed with. Every record has a step.
+KINDS = {"step": int, "val_loss": int | float, "settings": dict, "landmarks": dict}
+KINDS["judged_by"] = dict
+
 
 def read_metrics(path: Path) -> list[dict]:
     """Return the records of a metrics.jsonl, or [] if there is no file.
@@ -27,12 +31,12 @@ def read_metrics(path: Path) -> list[dict]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or type(record["step"]) is not int:
+            record = {"step": None} | json.loads(line)
+            if not all(isinstance(record[k], kind) for k, kind in KINDS.items() if k in record):
                 raise ValueError
             # A long run has a million records: interned keys are in memory once.
             records.append({sys.intern(key): value for key, value in record.items()})
-        except (ValueError, KeyError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             if number < len(lines) or line.endswith(b"\n"):
                 raise UserError(f"{path}:{number}: damaged: delete this line") from None
     return records
@@ -55,13 +59,21 @@ def evaluations(records: list[dict]) -> dict[int, float]:
 def records_until(records: list[dict], step: int) -> list[dict]:
     """Return the records of a run's first `step` steps and of the weights after them.
 
-    A process that has resumed there may have recorded its settings, and evaluated these weights on
+    A process that has resumed there has recorded its start, and may have evaluated these weights on
     other data. Both are left out.
     """
+    records = [record for record in records if record["step"] <= step]
     starts = [i for i, r in enumerate(records) if r["step"] == step and "settings" in r]
-    start = min(starts, default=len(records))
-    of_start = [r for r in records[start:] if not {"settings", "val_loss", "sample"} & r.keys()]
-    return [record for record in records[:start] + of_start if record["step"] <= step]
+    before = records[: min(starts, default=len(records))]
+    left_out = {"settings"}
+    if last_start(records).get("judged_by") != last_start(before).get("judged_by"):
+        left_out |= {"val_loss", "sample"}
+    return before + [r for r in records[len(before) :] if not left_out & r.keys()]
+
+
+def last_start(records: list[dict]) -> dict:
+    """Return the last record of a start of the run, which has its settings; or {}."""
+    return next((record for record in reversed(records) if "settings" in record), {})
 
 
 def json_line(record: dict) -> str:
