@@ -123,8 +123,8 @@ def test_reading_the_data_too_often_is_a_warning(tiny_data):
     [data] = open_datasets("tiny", tiny_data)
     sets = [replace(data, name=name, weight=Fraction(w, 10)) for name, w in (("a", 9), ("b", 1))]
     size = data.meta["splits"]["train"]["tokens"]
-    assert not banner.repetition_warning(4 * size, 256, config(), sets)
-    mixed = banner.repetition_warning(6 * size, 256, config(), sets)
+    assert not banner.repetition_warnings(4 * size, config(), sets)
+    mixed = banner.repetition_warnings(6 * size, config(), sets)
     assert "a is read 5.4 times" in mixed and "b is read" not in mixed
 
 

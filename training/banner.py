@@ -34,17 +34,15 @@ def banner(
     loader: of the run's windows. step: its sizes, for the prediction of memory.
     """
     c = model.config
-    V = sets[0].meta["vocab_size"]
-    shape = (c.n_head, cfg.block_size, c.head_dim)
-    attention = attention_kernel(*shape, machine.device, machine.dtype, c.dropout)
-    if machine.device.type == "cuda" and attention == "math":
+    device = machine.device
+    attention = "within a document"
+    if loader.eos_id is None:
+        shape = (c.n_head, cfg.block_size, c.head_dim)
+        attention = attention_kernel(*shape, device, machine.dtype, c.dropout)
+    if device.type == "cuda" and attention == "math":
         attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
-    if loader.eos_id is not None:
-        attention = "within a document"
     empty = fraction_without_target(loader)
-    size = bytes_needed(model, step)
-    capacity = memory_capacity(machine.device)
-
+    capacity = memory_capacity(device)
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
         "data": "; ".join(describe_data(data) for data in sets),
@@ -54,17 +52,16 @@ def banner(
     rows |= rows_of_plan(plan, cfg, sets, model, machine.world)
     rows |= rows_of_model(model, cfg.block_size)
     rows["parameters"] += f"; tokens per parameter: {rows.pop('tokens per parameter')}"
-    rows |= {
-        "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
-        "attention": attention,
-        "memory": f"{size / 1e9:.1f} GB predicted, {capacity / 1e9:.1f} GB available; "
-        f"largest batch_size that fits: {largest_batch(model, step, capacity):,}",
-    }
-    gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 1
-    if machine.world == 1 and gpus > 1:
+    rows["precision"] = f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}"
+    rows["attention"] = attention
+    rows["memory"] = f"{bytes_needed(model, step) / 1e9:.1f} GB predicted, "
+    rows["memory"] += f"{capacity / 1e9:.1f} GB available; "
+    rows["memory"] += f"largest batch_size that fits: {largest_batch(model, step, capacity):,}"
+    if device.type == "cuda" and machine.world == 1 and (gpus := torch.cuda.device_count()) > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
     if plan.start_step == 0 and cfg.init_from == "scratch":
+        V = sets[0].meta["vocab_size"]
         rows["first loss"] = f"{first_loss(c, cfg.init):.2f} expected; ln({V}) = {math.log(V):.2f}"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
@@ -112,8 +109,7 @@ def rows_of_plan(
     if (done := plan.position(plan.start_step)) != plan.start_step:
         length += f"\nnote: earlier steps had another size: {done / plan.position(plan.steps):.1%}"
         length += " of the run is done, and the schedule continues from there"
-    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
-        length += f"\n{warning}"
+    length += repetition_warnings(tokens, cfg, sets)
     ratio = f"{tokens / model.num_params()['total']:.3g}"
     return {"batch": batch, "length": length, "tokens per parameter": ratio}
 
@@ -147,22 +143,17 @@ def pace_note(flops: float, peak: float | None) -> str:
     return f"note: a step takes about {seconds / 60:,.0f} min here, at 40 % of the peak: {shorter}"
 
 
-def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
-    """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
+def repetition_warnings(tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
+    """Return a line for each data set that a run of `tokens` tokens reads too often.
 
-    A little more than MOST_EPOCHS is accepted, since a limit is rounded to whole steps. There is no
-    warning for fine-tuning, which reads few texts several times, or with documents=pad, where an
-    epoch contains padding.
+    One reading more than MOST_EPOCHS is accepted. There is no warning for fine-tuning, which reads
+    few texts several times, or with documents=pad, where an epoch contains padding.
     """
     if cfg.init_from != "scratch" or cfg.documents == "pad":
         return ""
-    repeated = []
-    for data in sets:
-        epoch = data.meta["splits"]["train"]["tokens"] / float(data.weight)  # in tokens of the run
-        if tokens / epoch > MOST_EPOCHS + min(1, step_tokens / epoch):
-            repeated.append(f"{data.name} is read {tokens / epoch:,.1f} times")
-    if not repeated:
-        return ""
-    worth = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
-    advice = f"prepare more text, lower batch_tokens, or end earlier (--max_epochs={MOST_EPOCHS})"
-    return f"warning: {' and '.join(repeated)}; {worth}: {advice}"
+    times = {d.name: tokens * float(d.weight) / d.meta["splits"]["train"]["tokens"] for d in sets}
+    repeated = {name: n for name, n in times.items() if n > MOST_EPOCHS + 1}
+    advice = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264):"
+    advice += f" prepare more text, lower batch_tokens, or give --max_epochs={MOST_EPOCHS}"
+    warnings = [f"warning: {name} is read {n:,.1f} times; {advice}" for name, n in repeated.items()]
+    return "".join(f"\n{warning}" for warning in warnings)
