@@ -27,13 +27,14 @@ import numpy as np
 
 from configurator import UserError, note, option, parse, run
 from hardware.disk import atomic_write
-from training.metrics import evaluations, read_metrics
+from training.metrics import evaluations, last_start, read_metrics
 
 TITLE = "Losses of training runs, by plot.py"  # in each picture, which is recognised by it
 # Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-# The first of these fonts that is installed is used if the default font lacks a character.
-CHINESE = ["Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei"]
+# The default font, and others for the characters that it lacks, if they are installed.
+FONTS = ["DejaVu Sans", "Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC"]
+FONTS += ["Microsoft YaHei", "SimHei"]
 LOSSES = ("loss", "val_loss", "train_eval_loss")
 # The n-gram baselines, and what each knows (text/baselines.py).
 BASELINES = {"uniform": "equal probabilities", "unigram": "single-token frequencies"}
@@ -41,8 +42,10 @@ BASELINES |= {"bigram": "token pairs"}
 # x axis -> its label, the key of its records, and the unit
 AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES |= {"time": ("hours of training, without pauses", "step_ms", 3.6e6)}
+EMPTY = np.empty((2, 0))  # of a curve without points
 # Settings that say where a run is, not what it trains.
 IGNORED_SETTINGS = {"run_name", "out_dir", "data_dir", "tracker"}
+SETTINGS_OF_ONE = ("preset", "n_layer", "n_embd", "optimizer", "lr", "seed", "dataset")
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,12 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
     Among several paths, those without a run are left out, so that out/* names all runs.
     """
     if not cfg.runs:
-        logs = list(Path(cfg.out_dir).glob("*/metrics.jsonl"))
-        if not logs:
-            raise UserError(
-                f"no run under {cfg.out_dir}/: train first, or name the folder of a run"
-            )
-        return [max(logs, key=lambda path: path.stat().st_mtime).parent]
+        logs = Path(cfg.out_dir).glob("*/metrics.jsonl")
+        newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+        if not newest:
+            advice = "train first, or name the folder of a run"
+            raise UserError(f"no run under {cfg.out_dir}/: {advice}")
+        return [newest.parent]
     folders = [Path(name) for name in dict.fromkeys(cfg.runs)]
     runs = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
     if not runs:
@@ -120,38 +123,34 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     train.bin. Raises UserError if metrics.jsonl is missing or damaged, or has no loss yet.
     """
     path = folder / "metrics.jsonl"
+    records = read_metrics(path)
     points: dict[str, list[tuple[int, float]]] = {}  # key -> steps and values
-    start: dict[str, Any] = {}
-    # Somebody may have edited the file: what is of no use here is left out.
-    records = [usable(record) for record in read_metrics(path) if is_number(record["step"])]
     for record in records:
-        if "settings" in record:
-            start |= record
         for key, value in record.items():
-            if is_number(value):
+            if isinstance(value, int | float) and abs(value) < 1e30:  # one that can be drawn
                 points.setdefault(key, []).append((record["step"], value))
     curves = {key: np.array(pairs, float).T for key, pairs in points.items()}
     if "loss" not in curves and "val_loss" not in curves:
         raise UserError(f"{path}: it has no loss yet: name the folder of a run that has started")
 
-    scales = np.ones(1)
+    at, scales = np.zeros(1), np.ones(1)
     if y == "bits_per_byte":
         if not {"val_bits_per_byte", "val_loss"} <= curves.keys():
             raise UserError(f"{folder}: it has no evaluation yet, for bits per byte: use --y loss")
         at, bits = curves["val_bits_per_byte"]
         # A mixture's weights change them.
         scales = bits / np.maximum(np.interp(at, *curves["val_loss"]), 1e-9)
-        for key in curves.keys() & {*LOSSES}:
-            curves[key][1] *= np.interp(curves[key][0], at, scales)
-    landmarks = usable(start.get("landmarks", {}))
-    baselines = {k: round(landmarks[k] * scales[-1], 4) for k in BASELINES if k in landmarks}
+    for key in curves.keys() & {*LOSSES}:
+        curves[key][1] *= np.interp(curves[key][0], at, scales)
+    start = last_start(records)
+    losses = start.get("landmarks", {})
+    baselines = {name: losses[name] * scales[-1] for name in BASELINES if name in losses}
     # A path may be long, and may hold bytes that are not UTF-8.
     name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
-    if "val_loss" in curves:
-        comparable = evaluations(records)
-        rows = [point for point in curves["val_loss"].T if point[0] in comparable]
-        step, loss = min(rows, key=lambda point: point[1], default=curves["val_loss"][:, -1])
-        name += f": validation {loss:.4f} at step {step:,.0f}"
+    if comparable := evaluations(records):
+        best = min(comparable, key=comparable.__getitem__)
+        loss = comparable[best] * np.interp(best, at, scales)
+        name += f": validation {loss:.4f} at step {best:,}"
 
     if x != "steps":
         _, key, unit = AXES[x]
@@ -164,17 +163,6 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         for curve in curves.values():
             curve[0] = np.interp(curve[0], at, counted)
     return Run(name, start.get("settings", {}), baselines, curves)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a number that can be drawn."""
-    return isinstance(value, int | float) and abs(value) < 1e30
-
-
-def usable(record: Any) -> dict:
-    """Return what can be drawn or shown of a record: its numbers and its objects."""
-    pairs = record.items() if isinstance(record, dict) else ()
-    return {k: v for k, v in pairs if is_number(v) or isinstance(v, dict)}
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -191,11 +179,13 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     return (sums[positions + right + 1] - sums[positions - left]) / (left + right + 1)
 
 
-def differences(runs: list[Run]) -> list[str]:
-    """Return for each run its values of the settings that differ between the runs."""
+def shown_settings(runs: list[Run]) -> list[str]:
+    """Return for each run the settings that differ between the runs; for a single one, some."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in IGNORED_SETTINGS)
-    varied = [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
-    return [" ".join(f"{k}={run.settings.get(k, '?')}" for k in varied) for run in runs]
+    shown = [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
+    if len(runs) == 1:
+        shown = [key for key in SETTINGS_OF_ONE if key in keys]
+    return [" ".join(f"{k}={run.settings.get(k, '?')}" for k in shown) for run in runs]
 
 
 def limits(runs: list[Run]) -> tuple[float, float]:
@@ -230,10 +220,9 @@ def picture(runs: list[Run], kind: str, x: str, y: str) -> bytes:
         colours = list(colormaps["cividis"](np.linspace(0, 0.9, len(runs))))
     # A character that no font has is drawn as a frame, and that is enough.
     warnings.filterwarnings("ignore", "Glyph .* missing")
-    fonts = [font for font in CHINESE if font in font_manager.get_font_names()][:1]
+    fonts = [font for font in FONTS if font in font_manager.get_font_names()]
     # A $ in the name of a run must not start a formula.
-    style = {"font.family": ["DejaVu Sans", *fonts], "text.parse_math": False}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context({"font.family": fonts, "text.parse_math": False}):
         fig = Figure(figsize=(9, 6), layout="constrained")  # unlike pyplot, it needs no screen
         losses, rates = fig.subplots(2, sharex=True, height_ratios=[6, 1])
         unit = "loss (nats per token)" if y == "loss" else "bits per byte"
@@ -241,8 +230,9 @@ def picture(runs: list[Run], kind: str, x: str, y: str) -> bytes:
         for run, colour in zip(runs, colours, strict=False):
             draw_run(losses, rates, run, colour, in_legend=run is runs[0])
         rates.set(ylabel="lr", xlabel=AXES[x][0], xlim=(0, None), ylim=(0, None))
+        draw_baselines(losses, runs[0].baselines)
         losses.legend(loc="upper right", fontsize=8)
-        name_runs(fig, losses, runs, colours)
+        name_runs(fig, runs, colours)
         for ax in (losses, rates):
             ax.grid(alpha=0.25)
             ax.spines[["top", "right"]].set_visible(False)
@@ -254,54 +244,49 @@ def picture(runs: list[Run], kind: str, x: str, y: str) -> bytes:
 def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) -> None:
     """Draw a run into the axes of the losses and of the learning rate.
 
-    in_legend: explain the curves in the legend, and draw the baselines of the data.
+    in_legend: explain the curves in the legend of the axes.
     """
     from matplotlib.colors import to_rgb
 
     dark = tuple(0.6 * part for part in to_rgb(colour))
-    dots: dict[str, Any] = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
+    dots = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
     cross = dict(ls="", marker="x", transform=losses.get_xaxis_transform())
-    x, y = run.curves.get("loss", np.empty((2, 0)))
-    skipped, _ = run.curves.get("bad_steps", np.empty((2, 0)))
-    curves = [("", x, y, dots), ("training, smoothed", x, smoothed(y), dict(lw=1.5))]
-    curves += [("skipped step (NaN, infinity)", skipped, 0 * skipped + 0.02, cross)]
+    x, y = run.curves.get("loss", EMPTY)
+    skipped, _ = run.curves.get("bad_steps", EMPTY)
+    curves: list[tuple] = [("", x, y, dots), ("training, smoothed", x, smoothed(y), dict(lw=1.5))]
+    curves.append(("skipped step (NaN, infinity)", skipped, 0 * skipped + 0.02, cross))
     evaluated = {"val_loss": ("validation", "-o"), "train_eval_loss": ("evaluated on train", "--^")}
     for key, (label, line) in evaluated.items():
-        x, y = run.curves.get(key, np.empty((2, 0)))
+        x, y = run.curves.get(key, EMPTY)
         shape = dict(ls=line[:-1], marker=line[-1], ms=4, lw=1, markevery=len(x) // 40 + 1)
         curves.append((label, x, y, shape | {"color": dark}))
-    for label, x, y, shape in curves:
+    for label, x, y, style in curves:
         if len(x):
-            style = {"color": colour, "label": label if label and in_legend else None} | shape
-            losses.plot(x, y, **style)
-    rates.plot(*run.curves.get("lr", np.empty((2, 0))), color=colour, lw=1)
+            losses.plot(x, y, **{"color": colour, "label": in_legend and label or None} | style)
+    rates.plot(*run.curves.get("lr", EMPTY), color=colour, lw=1)
+
+
+def draw_baselines(losses: Any, baselines: dict[str, float]) -> None:
+    """Draw the baselines of the data, where they are within the limits of the axes."""
     bottom, top = losses.get_ylim()
-    for name, loss in run.baselines.items():
-        if in_legend and bottom < loss < top:
+    x_as_fraction = losses.get_yaxis_transform()
+    for name, loss in baselines.items():
+        if bottom < loss < top:
             losses.axhline(loss, color="#666666", lw=0.8, ls=(0, (6, 3)), zorder=0)
             text = f"{name} ({BASELINES[name]}): {loss:.2f}"
-            middle = losses.get_yaxis_transform()  # x as a fraction of the axis, y as a loss
-            losses.text(0.4, loss, text, transform=middle, va="bottom", fontsize=8)
+            losses.text(0.4, loss, text, transform=x_as_fraction, va="bottom", fontsize=8)
 
 
-def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
-    """Write the title: one run's name and best loss, or a legend of how several runs differ."""
+def name_runs(fig: Any, runs: list[Run], colours: list[Any]) -> None:
+    """Write a legend of the runs below: their names, lowest validation losses, and settings."""
     from matplotlib.patches import Patch
 
-    if len(runs) == 1:
-        shown = ("preset", "n_layer", "n_embd", "optimizer", "lr", "seed", "dataset")
-        settings = runs[0].settings
-        text = ", ".join(f"{name} {settings[name]}" for name in shown if name in settings)
-        title = f"{runs[0].name}\n{text}"
-    else:
-        title = f"{len(runs)} runs, their lowest validation losses, and where their settings differ"
-        texts = [f"{run.name} {text}" for run, text in zip(runs, differences(runs), strict=True)]
-        labels = [textwrap.fill(textwrap.shorten(text, 300), 125) for text in texts]
-        patches = [Patch(color=c, label=text) for text, c in zip(labels, colours, strict=False)]
-        lines = sum(text.count("\n") + 1 for text in labels)
-        fig.set_figheight(6 + 0.2 * max(0, lines - 7))  # a long legend must not hide the curves
-        fig.legend(handles=patches, loc="outside lower left", fontsize=8, frameon=False)
-    ax.set_title(title, loc="left", fontsize=10)
+    texts = [f"{run.name} {text}" for run, text in zip(runs, shown_settings(runs), strict=True)]
+    labels = [textwrap.fill(textwrap.shorten(text, 300), 125) for text in texts]
+    patches = [Patch(color=c, label=text) for text, c in zip(labels, colours, strict=False)]
+    lines = sum(text.count("\n") + 1 for text in labels)
+    fig.set_figheight(6 + 0.2 * max(0, lines - 7))  # a long legend must not hide the curves
+    fig.legend(handles=patches, loc="outside lower left", fontsize=8, frameon=False)
 
 
 if __name__ == "__main__":
