@@ -233,6 +233,7 @@ REFUSED = [  # a word of the message, settings in config.json; ...: the key is m
     ("model.layers.0.self_attn.q_norm.weight", {"model_type": "qwen3", "head_dim": 8}),
     ("embed_tokens", {"vocab_size": 301}),
     ("no memory", {"vocab_size": 2**31, "hidden_size": 2**30}),
+    ("k_proj", {"num_key_value_heads": 3}),
 ]
 
 

@@ -187,14 +187,13 @@ def from_config(d: dict) -> GPTConfig:
     # In GPTConfig, 0 means what null means in config.json.
     c = checked_shape({field: 0 if value is None else value for field, value in shape.items()})
 
-    expected = {}
     if a is OURS:
         unknown = [key for key in d.keys() - to_config(c).keys() if d[key] and key[0] != "_"]
         if unknown:  # a field of a later version, or of another program
             advice = "if it does not change the model, delete the line"
             raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not supported: {advice}")
-    else:
-        expected = FIXED | hf_settings(a, c)
+        return c
+    expected = FIXED | hf_settings(a, c)
     layer_types = settings.get("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
     for key in settings.keys() & expected.keys() - {"n_ctx", "embd_pdrop", "attn_pdrop"}:
@@ -264,27 +263,21 @@ def is_transposed(a: Architecture, name: str, w: torch.Tensor) -> bool:
     return a is GPT2 and name.startswith("blocks.") and w.dim() == 2
 
 
-def hf_tensors(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> Weights:
-    """Return one of our parameters as the class stores it: name in the class -> value.
+def to_state(a: Architecture, c: GPTConfig, parameters: Weights) -> Weights:
+    """Return our parameters as the class stores them, under its names.
 
     The padding of the vocabulary is removed, and GPT-2's matrices are transposed.
     """
-    if name in EMBEDDINGS:
-        w = w[: c.vocab_size]
-    if is_transposed(a, name, w):
-        w = w.t()
-    keys = hf_names(a, name)
-    hs = len(w) // (c.n_head + 2 * c.n_kv_head)  # of qkv
-    heads = [n * hs for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
-    parts = w.split(heads) if len(keys) == 3 else [w]
-    return {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
-
-
-def to_state(a: Architecture, c: GPTConfig, parameters: Weights) -> Weights:
-    """Return our parameters as the class stores them, under its names."""
     stored = {}
     for name, w in parameters.items():
-        stored |= hf_tensors(a, c, name, w)
+        if name in EMBEDDINGS:
+            w = w[: c.vocab_size]
+        if is_transposed(a, name, w):
+            w = w.t()
+        keys = hf_names(a, name)
+        heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+        parts = w.split(heads) if len(keys) == 3 else [w]
+        stored |= {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
     if a is GPT2 and not c.bias:
         # The class always has biases here. Zero biases compute the same as none.
         for key in [key for key in stored if ".h." in key or ".ln_f." in key]:
@@ -305,30 +298,30 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
         unused = {k if k == "lm_head.weight" else f"transformer.{k}": w for k, w in stored.items()}
     state = {}
     for name, ours in parameters.items():
-        parts = []
-        for key, expected in hf_tensors(a, c, name, ours).items():
-            w = unused.pop(key, None)
-            if w is None or w.shape != expected.shape or not w.is_floating_point():
-                shape = tuple(expected.shape)
-                raise ValueError(f"there is no floating-point tensor {key} of shape {shape}")
-            if not w.float().isfinite().all():
-                raise ValueError(f"{key} holds NaN or infinity")
-            parts.append(w)
-        w = torch.cat(parts).float()
+        keys = hf_names(a, name)
+        if missing := [key for key in keys if key not in unused]:
+            raise ValueError(f"there is no tensor {missing[0]}")
+        w = torch.cat([unused.pop(key) for key in keys])
         if is_transposed(a, name, w):
-            w = w.t().contiguous()
-        if name in EMBEDDINGS:
-            w = F.pad(w, (0, 0, 0, len(ours) - len(w)))
-        state[name] = w
-    wte = state["wte.weight"][: c.vocab_size]
+            w = w.t()
+        rows = c.vocab_size if name in EMBEDDINGS else len(ours)
+        shape = (rows, *ours.shape[1:])
+        if w.shape != shape or not w.is_floating_point():
+            found = f"{w.dtype} of shape {tuple(w.shape)}, by config.json a float of shape {shape}"
+            raise ValueError(f"{', '.join(keys)}: {found}")
+        w = w.float().contiguous()
+        state[name] = F.pad(w, (0, 0, 0, len(ours) - rows)) if name in EMBEDDINGS else w
+        if not state[name].isfinite().all():
+            raise ValueError(f"{', '.join(keys)}: NaN or infinity")
+    head = unused.pop("lm_head.weight", None) if c.tie_embeddings else None
+    if head is not None and not torch.equal(head.float(), state["wte.weight"][: c.vocab_size]):
+        problem = "tie_word_embeddings is true in config.json or by default"
+        raise ValueError(
+            f"{problem}, but lm_head.weight is another matrix: if it is right, set false"
+        )
     constants = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # of old versions
     for key, w in unused.items():
-        tied = c.tie_embeddings and key == "lm_head.weight" and torch.equal(w.float(), wte)
-        zero = key.endswith(".bias") and not w.any()
-        if c.tie_embeddings and key == "lm_head.weight" and not tied:
-            problem = "tie_word_embeddings is true in config.json or by default"
-            raise ValueError(f"{problem}, but {key} is another matrix: if it is right, set false")
-        if not (tied or zero or key.endswith(constants)):
+        if not key.endswith(constants) and not (key.endswith(".bias") and not w.any()):
             raise ValueError(f"{key} belongs to no part of this architecture")
     return state
 
@@ -360,11 +353,10 @@ def file_errors(path: Path) -> Iterator[None]:
     """Turn the errors that a damaged file can cause into a UserError of one line, with its path."""
     try:
         yield
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}") from None
-    except ValueError as e:
-        raise UserError(f"{path}: {' '.join(str(e).split())}") from None
-    except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as e:
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or " ".join(str(e).split())
+        raise UserError(f"{path}: {reason}") from None
+    except (LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as e:
         raise UserError(f"{path}: damaged ({type(e).__name__}: {e})") from None
 
 
