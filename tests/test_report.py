@@ -21,7 +21,7 @@ from training.plan import Progress, make_plan
 from training.settings import TrainConfig
 from training.tracker import Tracker
 
-# A package wandb or swanlab that writes down how it is called, and fails as the test wants.
+# A package wandb that writes down how it is called, and fails as the test wants.
 STAND_IN = """
 import json, os
 
@@ -38,20 +38,18 @@ finish = lambda: call("finish")
 
 
 @pytest.fixture
-def calls(tmp_path, monkeypatch) -> Callable[[], tuple[list, list]]:
-    """calls() returns the options of each init() of the stand-ins, and the steps with a loss."""
+def calls(tmp_path, monkeypatch) -> Callable[[str], list]:
+    """calls(function) returns the arguments of each call of a function of the stand-in."""
     (tmp_path / "packages").mkdir()
-    for name in ("wandb", "swanlab"):
-        (tmp_path / "packages" / f"{name}.py").write_text(STAND_IN)
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "packages" / "wandb.py").write_text(STAND_IN)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
     monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
 
-    def read() -> tuple[list, list]:
-        lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-        losses = [step for name, step, *keys in lines if name == "log" and "loss" in keys[0]]
-        return [options for name, *_, options in lines if name == "init"], losses
+    def read(function: str) -> list:
+        lines = map(json.loads, (tmp_path / "calls").read_text().splitlines())
+        return [arguments for name, *arguments in lines if name == function]
 
     return read
 
@@ -60,12 +58,8 @@ def test_loss_png_is_there_when_the_run_ends(finished, trains):
     assert not (finished / "loss.png").exists()
     run = trains("--tracker=none")
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in run.iterdir()) == [
-        ".lock",
-        "ckpt",
-        "loss.png",
-        "metrics.jsonl",
-    ]
+    names = {path.name for path in run.iterdir()}
+    assert names == {".lock", "ckpt", "loss.png", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize("fault", ["init", "log", "finish"])
@@ -84,12 +78,12 @@ def test_resumed_run_goes_on_as_the_same_tracker_run(trains, monkeypatch, calls)
     run = trains("--tracker=wandb")
     shutil.rmtree(run / "ckpt" / "step_00000008")  # as if it had been killed after step 4
     trains("--tracker=wandb", "--init_from=resume", "--max_steps=9")
-    (begun, resumed), losses = calls()
-    assert (begun["project"], begun["name"], begun["config"]["max_steps"]) == ("mine", "run", 8)
-    assert resumed["config"]["max_steps"] == 9 and resumed["id"] == begun["id"]
-    assert losses == [*range(1, 9), *range(5, 10)]
     trains("--tracker=wandb", "--max_steps=2", "--overwrite")
-    assert calls()[0][2]["id"] != begun["id"]
+    begun, resumed, another = (options for (options,) in calls("init"))
+    assert (begun["project"], begun["name"], begun["config"]["max_steps"]) == ("mine", "run", 8)
+    assert resumed["config"]["max_steps"] == 9 and resumed["id"] == begun["id"] != another["id"]
+    losses = [step for step, keys, _ in calls("log") if "loss" in keys]
+    assert losses == [*range(1, 9), *range(5, 10), 1, 2]
 
 
 def test_a_resume_records_each_step_once_and_does_not_time_the_first(copied, trains):
@@ -168,8 +162,7 @@ def test_steps_sent_to_a_tracker_never_go_back(tmp_path, calls):
     tracker = Tracker("wandb", tmp_path, run, pytest.fail)
     for record in ({"step": 5, "loss": 1.0}, {"step": 4, "save_s": 0.1}, {"step": 6, "loss": 1.0}):
         tracker.send(record)
-    lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert [line[1] for line in lines if line[0] == "log"] == [5, 5, 6]
+    assert [step for step, *_ in calls("log")] == [5, 5, 6]
 
 
 def test_missing_tracker_is_named(refuses, monkeypatch):
