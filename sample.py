@@ -65,7 +65,7 @@ from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import losses_of, newest_checkpoint, newest_run
 from training.evaluate import evaluate, note_unknown
 from training.huggingface import NANOGPT, from_pretrained, unverified
-from training.report import perplexity_and_bits
+from training.metrics import perplexity_and_bits
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import UserError, given_settings, row, run
-from hardware.disk import Lock, code_sha256
+from hardware.disk import Lock
 from hardware.kernels import pick_kernels
 from hardware.limits import memory_advice, memory_capacity
 from hardware.machine import (
@@ -136,7 +136,7 @@ def main() -> None:
             model.to(machine.device)
 
     # ---- All ranks must have the same files and programs. The smallest memory limits the batch.
-    code = code_sha256()
+    code = startup.code_sha256()
     machine.require_same(startup.facts_of_rank(machine, code, sets, init_path))
     capacity = min(machine.gather(memory_capacity(machine.device)))
 

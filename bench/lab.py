@@ -50,7 +50,7 @@ from configurator import UserError, changes, check_known, option, parse, set_val
 from hardware.disk import content_sha256
 from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
-from text.dataset import names_and_weights, open_datasets
+from text.dataset import hashes_of, names_and_weights, open_datasets
 from training.settings import TRAINING, TrainConfig, with_data
 
 # The lab itself gives these settings to every run.
@@ -196,7 +196,7 @@ def run_settings(settings: TrainConfig, seed: int) -> tuple[TrainConfig, dict[st
     settings = replace(settings, sample_every=0, tracker="off")
     start = dict(overwrite=True) if is_tuned else dict(resume="auto")
     settings = replace(settings, run_name=name, **start)
-    return settings, {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
+    return settings, hashes_of(sets, "train")
 
 
 # --------------------------------------------------------------------------------------------------

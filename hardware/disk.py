@@ -163,15 +163,6 @@ def read_object(path: Path) -> dict:
     return content
 
 
-def code_sha256() -> str:
-    """Return the SHA-256 of the .py files of a training. Their folder does not matter."""
-    root = Path(__file__).parents[1]
-    patterns = ["train.py", "model.py", "configurator.py"]
-    patterns += [f"{folder}/*.py" for folder in ("training", "text", "hardware")]
-    files = [path for pattern in patterns for path in sorted(root.glob(pattern))]
-    return content_sha256({str(path.relative_to(root)): file_sha256(path) for path in files})
-
-
 def content_sha256(content: dict) -> str:
     """Return the SHA-256 of a JSON object without its key sha256.
 

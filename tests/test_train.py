@@ -378,7 +378,7 @@ def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys, monkey
 @pytest.mark.slow
 def test_ranks_with_other_code_have_another_hash(tmp_path):
     """The folder does not count: each computer may have its own."""
-    script = "from hardware.disk import code_sha256; print(code_sha256())"
+    script = "from training.startup import code_sha256; print(code_sha256())"
     hashes = []
     for name, change in (("a", ""), ("b", ""), ("c", "# another version")):
         shutil.copytree(REPO / "hardware", tmp_path / name / "hardware")
@@ -391,7 +391,7 @@ def test_ranks_with_other_code_have_another_hash(tmp_path):
 
 def test_a_resume_says_that_the_code_has_changed(tiny_data, tmp_path, capsys, monkeypatch):
     for steps, code, is_said in ((2, "a", False), (3, "a", False), (4, "b", True)):
-        monkeypatch.setattr(train, "code_sha256", lambda code=code: code)
+        monkeypatch.setattr(train.startup, "code_sha256", lambda code=code: code)
         train_tiny(tiny_data, tmp_path, f"--max_steps={steps}", "--init_from=auto")
         assert ("code has changed" in capsys.readouterr().out) == is_said
 

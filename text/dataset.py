@@ -18,6 +18,7 @@ import os
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -224,6 +225,28 @@ def names_and_weights(spec: str) -> tuple[list[str], list[Fraction | None]]:
         names.append(name)
         weights.append(weight)
     return names, weights
+
+
+def hashes_of(sets: list[DataSet], split: str) -> dict[str, str]:
+    """Return the SHA-256 of the split's .bin of each data set."""
+    return {data.name: data.sha256(split) for data in sets}
+
+
+def weights_of(sets: list[DataSet]) -> dict[str, str]:
+    """Return the weight of each data set in the mixture, as a fraction: `2/3`."""
+    return {data.name: str(data.weight) for data in sets}
+
+
+def validation_id(
+    hashes: dict[str, str], weights: dict[str, str], eval_tokens: int
+) -> dict[str, Any]:
+    """Return what a validation loss depends on, apart from the model.
+
+    Two losses of a run can be compared if this was the same for both. A run keeps its block_size
+    and its loss_on. hashes: of each val.bin. weights: see weights_of().
+    """
+    shares = sorted([sha256, weights[name]] for name, sha256 in hashes.items())
+    return {"shares": shares, "eval_tokens": eval_tokens}
 
 
 # --------------------------------------------------------------------------------------------------

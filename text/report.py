@@ -197,7 +197,7 @@ def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[
     samples = described["step_samples"]
     sets = open_datasets(settings["dataset"], settings["data_dir"])
     for data in sets:
-        if data.meta["splits"]["train"]["sha256"] != described["data"][data.name]:
+        if data.sha256("train") != described["data"][data.name]:
             raise UserError(f"{data.folder}: it was prepared again after this step of the run")
         verify(data.folder, data.meta, "train")
     loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])

@@ -41,6 +41,10 @@ class DataSet:
     meta: dict
     weight: Fraction  # its fraction of the run's windows; all weights add up to 1
 
+    def sha256(self, split: str) -> str:
+        """Return the hash of a split's .bin, as meta.json has it."""
+        return self.meta["splits"][split]["sha256"]
+
     def learned(self, split: str, loss_on: LossOn) -> dict[str, int]:
         """Return {tokens, bytes} of the text in a split that is learned."""
         counts = self.meta["splits"][split]

@@ -50,7 +50,7 @@ from hardware.disk import (
 from hardware.machine import Machine
 from hardware.sharded import full_tensor, is_sharded, local_shard
 from model import GPTConfig
-from text.dataset import files_of
+from text.dataset import files_of, hashes_of, weights_of
 from text.hf_tokenizer import (
     HF_FILES,
     chat_files,
@@ -61,7 +61,6 @@ from text.hf_tokenizer import (
 )
 from text.tokenizer import HuggingFace, SentencePiece, Tiktoken, Tokenizer
 from text.windows import DataSet
-from training.evaluate import val_hashes, weights_of
 from training.huggingface import (
     architecture_of,
     is_utf8,
@@ -266,8 +265,8 @@ def shared_files(
     """
     folder, meta = sets[0].folder, sets[0].meta
     changes = {
-        "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
-        "judged_by": val_hashes(sets),
+        "trained_on": hashes_of(sets, "train"),
+        "judged_by": hashes_of(sets, "val"),
         "weights": weights_of(sets),
         # manifest.json has the hashes of the tokenizer's files
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},

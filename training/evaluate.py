@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import torch
 
@@ -95,26 +94,6 @@ def note_unknown(prompt: str, tokenizer: Tokenizer) -> None:
     if tokenizer.unk_id in tokenizer.encode(prompt):
         unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
         note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
-
-
-def val_hashes(sets: list[DataSet]) -> dict[str, str]:
-    """Return the SHA-256 of the val.bin of each data set."""
-    return {data.name: data.meta["splits"]["val"]["sha256"] for data in sets}
-
-
-def weights_of(sets: list[DataSet]) -> dict[str, str]:
-    """Return the weight of each data set in the mixture, as a fraction: `2/3`."""
-    return {data.name: str(data.weight) for data in sets}
-
-
-def judged_by(cfg: TrainConfig, hashes: dict[str, str], weights: dict[str, str]) -> dict[str, Any]:
-    """Return what a validation loss depends on, apart from the model.
-
-    Two losses of a run can be compared if this was the same for both. A run keeps its block_size
-    and its loss_on. hashes: see val_hashes(). weights: see weights_of().
-    """
-    shares = sorted([sha256, weights[name]] for name, sha256 in hashes.items())
-    return {"shares": shares, "eval_tokens": cfg.eval_tokens}
 
 
 def evaluate_all(

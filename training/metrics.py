@@ -89,3 +89,13 @@ def start_metrics(path: Path, records: list[dict]) -> TextIO:
     """
     atomic_write(path, "".join(map(json_line, records)).encode())
     return open(path, "a", encoding="utf-8")
+
+
+def perplexity_and_bits(loss: float, token_bytes: float) -> tuple[float, float, str]:
+    """Return the perplexity and the bits per byte of a loss in nats per token, and both as a text.
+
+    token_bytes: mean number of bytes of text in a token.
+    """
+    ppl = math.exp(min(loss, 700.0))  # the largest float is about e^709
+    bits_per_byte = loss / math.log(2) / token_bytes
+    return ppl, bits_per_byte, f"perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"

@@ -28,10 +28,17 @@ from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, is_terminal, quoted
 from model import GPTConfig
 from text.baselines import mixed_baselines
+from text.dataset import hashes_of, validation_id, weights_of
 from text.windows import DataSet
-from training.evaluate import judged_by, val_hashes, weights_of
 from training.huggingface import architecture_of
-from training.metrics import json_line, last_start, read_metrics, records_until, start_metrics
+from training.metrics import (
+    json_line,
+    last_start,
+    perplexity_and_bits,
+    read_metrics,
+    records_until,
+    start_metrics,
+)
 from training.plan import Plan, Progress
 from training.settings import FREE, START, TRAINING, TrainConfig, on_resume
 from training.tracker import Tracker
@@ -302,8 +309,8 @@ def first_records(
         "settings": settings,
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
-        "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
-        "judged_by": judged_by(cfg, val_hashes(sets), weights_of(sets)),
+        "data": hashes_of(sets, "train"),
+        "judged_by": validation_id(hashes_of(sets, "val"), weights_of(sets), cfg.eval_tokens),
         "landmarks": mixed_baselines(sets, cfg.loss_on),
         # A resumed run continues the same run at a tracker. SwanLab wants 21 characters.
         "tracker_run": ids[-1] if ids else uuid.uuid4().hex[:21],
@@ -339,13 +346,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def perplexity_and_bits(loss: float, token_bytes: float) -> tuple[float, float, str]:
-    """Return the perplexity and the bits per byte of a loss in nats per token, and both as a text.
-
-    token_bytes: mean number of bytes of text in a token.
-    """
-    ppl = math.exp(min(loss, 700.0))  # the largest float is about e^709
-    bits_per_byte = loss / math.log(2) / token_bytes
-    return ppl, bits_per_byte, f"perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"

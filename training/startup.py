@@ -19,10 +19,17 @@ from typing import Any
 import torch
 
 from configurator import UserError, changes, note, set_value, validated
-from hardware.disk import MANIFEST, damage, file_sha256, read_object
+from hardware.disk import MANIFEST, content_sha256, damage, file_sha256, read_object
 from hardware.machine import Machine
 from model import GPT, GPTConfig, rope_table
-from text.dataset import load_tokenizer, names_and_weights, tokenizer_id
+from text.dataset import (
+    hashes_of,
+    load_tokenizer,
+    names_and_weights,
+    tokenizer_id,
+    validation_id,
+    weights_of,
+)
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
@@ -36,7 +43,6 @@ from training.checkpoint import (
     step_of,
     with_model,
 )
-from training.evaluate import judged_by, val_hashes, weights_of
 from training.huggingface import NANOGPT, from_pretrained, read_shape
 from training.metrics import read_metrics, records_until
 from training.plan import Progress
@@ -168,6 +174,15 @@ def recorded_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
     return items | {"saved": init_path} | ({"evaluates": False} if "val_loss" in items else {})
 
 
+def code_sha256() -> str:
+    """Return the SHA-256 of the .py files of a training. Their folder does not matter."""
+    root = Path(__file__).parents[1]
+    patterns = ["train.py", "model.py", "configurator.py"]
+    patterns += [f"{folder}/*.py" for folder in ("training", "text", "hardware")]
+    files = [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    return content_sha256({str(path.relative_to(root)): file_sha256(path) for path in files})
+
+
 def facts_of_rank(
     machine: Machine, code: str, sets: list[DataSet], init_path: Path | None
 ) -> dict[str, str]:
@@ -251,12 +266,13 @@ def progress_of(
     progress = Progress.from_state(saved.state)
     progress.add_evaluation(recorded.get("val_loss", math.inf))
     before = checkpoint_settings(saved, cfg)
-    then = judged_by(before, saved.meta["judged_by"], saved.meta["weights"])
-    if then != judged_by(cfg, val_hashes(sets), weights_of(sets)):
+    hashes, weights = saved.meta["judged_by"], saved.meta["weights"]
+    then = validation_id(hashes, weights, before.eval_tokens)
+    if then != validation_id(hashes_of(sets, "val"), weights_of(sets), cfg.eval_tokens):
         note("the evaluation has changed: the best checkpoint is chosen anew, from this one on")
         progress = replace(progress, best_step=-1, best_val_loss=math.inf)
         recorded = recorded | {"evaluates": True}
-    trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
+    trained_on = {data.sha256("train") for data in sets}
     if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
         note(f"the data change here: {cfg.dataset} is read from its first window on")
         progress = replace(progress, data_begun=progress.samples)
@@ -270,7 +286,7 @@ def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> lis
     """
     old = saved.settings
     # The place of a data set in the mixture is part of its seed. Other data begin anew.
-    now = {data.meta["splits"]["train"]["sha256"]: str(data.weight) for data in sets}
+    now = {data.sha256("train"): str(data.weight) for data in sets}
     then = {sha256: saved.meta["weights"][k] for k, sha256 in saved.meta["trained_on"].items()}
     mixed_anew = now.keys() == then.keys() and [*now.items()] != [*then.items()]
     reorder = on_resume(ORDER) + ["dataset"] * mixed_anew
