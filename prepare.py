@@ -67,17 +67,16 @@ from text.dataset import VERIFIED, files_of, open_dataset, verify
 from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
 from text.formats import Source
-from text.hf_tokenizer import HF_FILES
+from text.hf_tokenizer import TOKENIZER_FILES
 from text.records import RULES
 from text.settings import PrepareConfig
 from text.sources import find_sources
-from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
 
 # The files that we write to the folder of a data set. prepare.py deletes no others there.
 DATA_FILES = {"train.bin", "val.bin", "meta.json", VERIFIED}  # and those of the tokenizer
-FILES = DATA_FILES | {SentencePiece.file, Tiktoken.file, *HF_FILES}
+FILES = DATA_FILES | {*TOKENIZER_FILES}
 FILES |= {f".{name}.tmp" for name in FILES}  # atomic_write() was killed
 # The settings that determine the documents of a data set, for meta.json.
 DOCUMENT_SETTINGS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")

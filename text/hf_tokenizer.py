@@ -36,7 +36,7 @@ def all_merges(tokens: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def to_hugging_face(
-    tokenizer: SentencePiece | Tiktoken, block_size: int, came_with: dict | None = None
+    tokenizer: SentencePiece | Tiktoken, block_size: int, source_config: dict | None = None
 ) -> dict[str, dict]:
     """Return file name -> content of tokenizer.json and tokenizer_config.json.
 
@@ -44,8 +44,8 @@ def to_hugging_face(
     text that contains U+2581 or the name of a special token. Hugging Face calls the prefix bos, and
     puts it before every text unless add_special_tokens=False.
 
-    Returns {} for a SentencePiece model of another kind than prepare.py trains. came_with: the
-    tokenizer_config.json of the tokenizer's source. Its other settings, such as a chat template,
+    Returns {} for a SentencePiece model of another kind than prepare.py trains. source_config: the
+    tokenizer_config.json that came with the tokenizer. Its other settings, such as a chat template,
     are kept.
     """
     from tokenizers.processors import TemplateProcessing
@@ -65,7 +65,7 @@ def to_hugging_face(
     config |= dict(bos_token=bos, eos_token=names[tokenizer.eos_id], unk_token=unk)
     config |= dict(add_bos_token=bool(bos), add_prefix_space=False)
     config |= dict(clean_up_tokenization_spaces=False)
-    config = {"pad_token": unk or config["eos_token"]} | (came_with or {}) | config
+    config = {"pad_token": unk or config["eos_token"]} | (source_config or {}) | config
     return {"tokenizer.json": json.loads(library.to_str()), "tokenizer_config.json": config}
 
 
@@ -145,7 +145,7 @@ def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes
     }
 
 
-def described(tokenizer: HuggingFace, files: dict[str, bytes]) -> bytes:
+def with_class_and_eos(tokenizer: HuggingFace, files: dict[str, bytes]) -> bytes:
     """Return the tokenizer_config.json of a tokenizer.json, without which AutoTokenizer guesses.
 
     files: those that came with it, name -> content. Their settings are kept.
@@ -157,7 +157,7 @@ def described(tokenizer: HuggingFace, files: dict[str, bytes]) -> bytes:
     return json_bytes(config | missing) if missing else files[names[1]]
 
 
-def only_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
+def answer_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
     """Return a generation_config.json with nothing but the ids that end a text.
 
     Its other settings, such as a temperature, were meant for another model.
@@ -173,8 +173,11 @@ def only_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
 
 # The files of such a tokenizer, and generation_config.json, which names the end of an answer.
 # prepare.py and the checkpoints copy all of them.
-HF_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json".split()
-HF_FILES += "vocab.json merges.txt chat_template.jinja generation_config.json".split()
+HF_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+HF_FILES += ["added_tokens.json", "vocab.json", "merges.txt"]
+HF_FILES += ["chat_template.jinja", "generation_config.json"]
+# All files that a tokenizer may have in a data set or a checkpoint.
+TOKENIZER_FILES = [SentencePiece.file, Tiktoken.file, *HF_FILES]
 
 
 # Usual names of the token that ends a document.

@@ -1,6 +1,6 @@
-"""Tokenizers: SentencePiece, and byte-level BPE by tiktoken.
+"""Tokenizers: SentencePiece, byte-level BPE by tiktoken, and any tokenizer.json of Hugging Face.
 
-Both classes have the same attributes and methods:
+The three classes have the same attributes and methods:
 
     vocab_size, eos_id
     unk_id                replaces a text that the vocabulary has no token for; -1: there is none
@@ -15,7 +15,8 @@ Both classes have the same attributes and methods:
     special_id(name)      -> the id of the special token of this name; -1: there is none
     save(folder)          -> the tokenizer's description for meta.json
 
-hf_tokenizer.py converts both to and from Hugging Face's files. This module needs no torch.
+hf_tokenizer.py reads the files of Hugging Face, and writes those of the other two. This module
+needs no torch.
 """
 
 import base64
@@ -419,7 +420,7 @@ class HuggingFace(Shared):
         unk_id = vocab.get(model.get("unk_token"), model.get("unk_id"))
         self.unk_id = -1 if unk_id is None else unk_id
         # A WordLevel or Unigram model may have the name of a special token as a word.
-        self.forged = {*self.special.values()} - {self.unk_id} | {self.eos_id}
+        self.never_in_text = {*self.special.values()} - {self.unk_id} | {self.eos_id}
         steps = json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
         self.is_byte_level = '"ByteLevel"' in steps
         if self.is_byte_level:
@@ -437,8 +438,8 @@ class HuggingFace(Shared):
     def encode_slice(self, text: str) -> np.ndarray:
         [encoding] = self.library.encode_batch_fast([text], add_special_tokens=False)
         ids = encoding.ids  # a new list each time
-        if forged := self.forged.intersection(ids):
-            raise ValueError(f"{self.library.id_to_token(min(forged))} in it is a special token")
+        if found := self.never_in_text.intersection(ids):
+            raise ValueError(f"{self.library.id_to_token(min(found))} in it is a special token")
         return np.frombuffer(array("I", ids), np.uint32)  # a third of the time of np.array(ids)
 
     def decode(self, ids: list[int]) -> str:

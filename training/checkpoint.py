@@ -52,14 +52,14 @@ from hardware.sharded import full_tensor, is_sharded, local_shard
 from model import GPTConfig
 from text.dataset import files_of, hashes_of, weights_of
 from text.hf_tokenizer import (
-    HF_FILES,
+    TOKENIZER_FILES,
+    answer_ends,
     chat_files,
-    described,
-    only_ends,
     read_json,
     to_hugging_face,
+    with_class_and_eos,
 )
-from text.tokenizer import HuggingFace, SentencePiece, Tiktoken, Tokenizer
+from text.tokenizer import HuggingFace, Tokenizer
 from text.windows import DataSet
 from training.huggingface import (
     architecture_of,
@@ -76,7 +76,7 @@ from training.settings import TrainConfig
 
 # The files that train.py writes to a checkpoint. A killed one has no manifest that lists them.
 CHECKPOINT_FILES = [MANIFEST, "model.safetensors", "config.json", "train_state.pt"]
-CHECKPOINT_FILES += ["train_config.json", "meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES]
+CHECKPOINT_FILES += ["train_config.json", "meta.json", *TOKENIZER_FILES]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -273,14 +273,14 @@ def shared_files(
     }
     files = {name: (folder / name).read_bytes() for name in files_of(meta["tokenizer"])}
     if isinstance(tokenizer, HuggingFace):
-        files["tokenizer_config.json"] = described(tokenizer, files)
+        files["tokenizer_config.json"] = with_class_and_eos(tokenizer, files)
     elif "tokenizer.json" not in files:
         made = to_hugging_face(tokenizer, c.block_size, read_json(folder / "tokenizer_config.json"))
         if not made:
             note("other programs may read this tokenizer differently: docs/interchange.md")
         files |= {name: json_bytes(content) for name, content in made.items()}
     if "generation_config.json" in files:
-        files["generation_config.json"] = only_ends(tokenizer, files["generation_config.json"])
+        files["generation_config.json"] = answer_ends(tokenizer, files["generation_config.json"])
     if any("answers" in d.meta["splits"]["train"] for d in sets):
         files |= chat_files(tokenizer, files)
     bos_id = next(iter(tokenizer.prefix), None)
