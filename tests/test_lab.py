@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
-from conftest import REPO, TINY, WAITS, call, metrics
+from conftest import REPO, TINY, call, metrics
 
 from bench import lab, lab_results
 from bench.lab_results import Result
@@ -80,34 +80,24 @@ def test_only_a_changed_run_is_trained_again(answered, tiny_data, tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
-    """Ctrl-C is pressed when the second run has its first checkpoint; it waits for that."""
-    out = tmp_path / "out"
-    sent, started = [], []
+    """Ctrl-C is pressed when the second run begins."""
+    begun, train = [], lab.train
 
-    class Interrupted(warm.Popen):
-        def __init__(self, args, **options):
-            started.append(args)
-            if len(started) == 2:
-                args = [args[0], "-c", f"{WAITS}\ntrain.main()", *args[2:]]
-            super().__init__(args, **options)
-
-        def poll(self):
-            if len(list(out.glob("*/ckpt/step_00000020/manifest.json"))) == 2 and not sent:
-                sent.append(signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().poll()
+    def interrupted(run, *args):
+        begun.append(run)
+        if len(begun) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train(run, *args)
 
     question = QUESTION.replace("lengths", "_")
-    longer = ["--max_steps=40", "--eval_every=40", "--save_every=20", "--keep=100"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
-        patch.setattr(warm, "Popen", Interrupted)
-        ask(tmp_path, tiny_data, question, *longer, seeds="1")
+        patch.setattr(lab, "train", interrupted)
+        ask(tmp_path, tiny_data, question, seeds="1")
     assert exit_info.value.code == 130
-    times = trained(out)
-    ask(tmp_path, tiny_data, question, *longer, seeds="1")
-    [(interrupted, _)] = trained(out).items() - times.items()
-    assert settings(out / interrupted)["lr"] == 1e-2
-    assert "resumed from" in (out / f"{interrupted}.log").read_text()
+    first = trained(tmp_path / "out")[begun[0].settings.run_name]
+    times = trained(ask(tmp_path, tiny_data, question, seeds="1"))
+    assert times[begun[0].settings.run_name] == first
+    assert max(metrics(begun[1].folder, "val_loss")) == 8
 
 
 # -- figures --

@@ -171,43 +171,42 @@ print(limits.memory_capacity(torch.device("cpu")) - limits.own_memory())
     assert 0.5e9 < left <= 0.7e9
 
 
-MB = 10**6
-
-
-def groups(root: Path, v1: bool, **limits: int) -> None:
-    """Write what the system tells of its memory, 64 GB, and of two control groups, job/step.
-
-    limits: of a group, in MB; 0: none. Each group uses 400 MB. v1: the version of the groups.
-    """
-    files = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {64_000 * MB // 1024} kB\n"}
-    files["proc/self/cgroup"] = f"7:cpu,cpuacct:/other\n{'4:memory' if v1 else '0:'}:/job/step\n"
-    for group, size in limits.items():
-        folder = (
-            f"sys/fs/cgroup/{'memory/' * v1}{'' if group == 'top' else group.replace('_', '/')}"
-        )
-        none = "9223372036854771712" if v1 else "max"
-        name = "limit_in_bytes" if v1 else "max"
-        files[f"{folder}/memory.{name}"] = f"{size * MB}\n" if size else f"{none}\n"
-        stat = f"rss 7\nshmem 7\ntotal_rss {300 * MB}\ntotal_cache 999\ntotal_shmem {100 * MB}\n"
-        stat = stat if v1 else f"anon {300 * MB}\nfile 999\nshmem {100 * MB}\n"
-        files[f"{folder}/memory.stat"] = stat
-    for name, text in files.items():
+def put(root: Path, files: dict[str, str]) -> str:
+    """Write what the system tells of itself into a folder; return its path."""
+    listed = "7:cpu,cpuacct:/job/step\n4:memory:/job/step\n0::/job/step\n"
+    memory = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {64_000_000_000 // 1024} kB\n"}
+    for name, text in (memory | {"proc/self/cgroup": listed} | files).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+    return str(root)
 
 
-LIMITS = [
-    (dict(job_step=2400, job=9000), 2000),
-    (dict(job_step=0, job=1600), 1200),
-    (dict(top=1000), 600),  # inside a container: the path is the one outside
+# version -> the folder of the groups, a limit, none, and what says that 400 MB are used
+VERSIONS = {
+    1: (
+        "sys/fs/cgroup/memory", "memory.limit_in_bytes", "9223372036854771712\n",
+        "rss 7\nshmem 7\ntotal_rss 300000000\ntotal_cache 999\ntotal_shmem 100000000\n",
+    ),
+    2: (
+        "sys/fs/cgroup", "memory.max", "max\n",
+        "anon 300000000\nfile 999\nshmem 100000000\n",
+    ),
+}  # fmt: skip
+LIMITS = [  # of the control groups in MB, None where there is none; what is left
+    ({"job/step": 2400, "job": 9000}, 2000),
+    ({"job/step": None, "job": 1600}, 1200),
+    ({".": 1000}, 600),  # inside a container: the path is the one outside
 ]
 
 
-@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("limits, expected", LIMITS)
-def test_capacity_obeys_each_control_group(tmp_path, v1, limits, expected):
-    groups(tmp_path, v1, **limits)
-    assert available_memory(str(tmp_path)) == expected * MB
+def test_capacity_obeys_each_control_group(tmp_path, version, limits, expected):
+    folder, name, none, used = VERSIONS[version]
+    files = {f"{folder}/{group}/memory.stat": used for group in limits}
+    for group, mb in limits.items():
+        files[f"{folder}/{group}/{name}"] = f"{mb * 10**6}\n" if mb else none
+    assert available_memory(put(tmp_path, files)) == expected * 10**6
 
 
 QUOTAS = [  # files of the control groups, CPUs
@@ -220,21 +219,17 @@ QUOTAS = [  # files of the control groups, CPUs
 
 @pytest.mark.parametrize("files, cpus", QUOTAS)
 def test_threads_obey_the_cpu_quota_of_the_container(tmp_path, files, cpus, monkeypatch):
-    listed = {"proc/self/cgroup": "7:cpu,cpuacct:/job\n0::/job\n"}
-    for name, text in (listed | {f"sys/fs/cgroup/{name}": t for name, t in files.items()}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert cpu_quota(str(tmp_path)) == cpus
+    root = put(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
     threads = []
-    monkeypatch.setattr(limits, "cpu_quota", lambda: cpu_quota(str(tmp_path)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(limits, "cpu_quota", lambda: cpu_quota(root))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     limits.obey_cpu_quota()
     monkeypatch.delenv("OMP_NUM_THREADS")
     limits.obey_cpu_quota()
-    assert threads == [int(cpus)]
+    assert cpu_quota(root) == cpus and threads == [int(cpus)]
 
 
 PLACES = [  # variables, GPUs that the process sees -> its local rank, its GPU

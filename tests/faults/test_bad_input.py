@@ -76,6 +76,7 @@ TRAIN = {
     "--device=banana": "device=banana",
     "--dtype=float16 --device=cpu": "dtype=float16",
     "--n_embd=36": "head_dim=9",
+    "--n_layer=100000": "<= 1000",
     "--block_size=999999": "block_size=999999",
     "--batch_size=9000000 --batch_tokens=300_000_000": "batch_size=9000000 needs",
     "--n_embd=400000 --n_layer=400": "n_layer or n_embd",
@@ -107,6 +108,10 @@ SAMPLE = {
     "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": "batch_size",
     f"--prompt={'long' * 99}": "31",
     "--prompt=a --interactive": "interactive",
+    "--chat --interactive": "chat",
+    "--chat --num_samples=2": "chat",
+    "--chat --eval=x": "chat",
+    "--system=x": "--chat",
     "--temperature=-1": "temperature",
     "hello": "--key=value",
 }

@@ -43,16 +43,18 @@ def steps_in(run: Path) -> list[str]:
     return sorted(path.name.replace("step_000000", "") for path in (run / "ckpt").iterdir())
 
 
-@pytest.mark.slow
-def test_a_damaged_file_is_named_and_the_save_before_it_taken(finished, trains, tmp_path, capsys):
-    files = ["model.safetensors", "train_state.pt", "manifest.json", "train_config.json"]
-    for name, fault in zip(files, itertools.cycle(harness.DAMAGE), strict=False):
-        run = shutil.copytree(finished, tmp_path / name / "run")
-        harness.hurt(saved(run) / name, fault, random.Random(3))
-        trains(f"--out_dir={tmp_path / name}", "--init_from=resume")
-        out, err = capsys.readouterr()
-        assert "at step 4" in out and (name in err or "manifest.json" in err), name
-        assert metrics(run, "loss") == metrics(finished, "loss")
+FILES = ["model.safetensors", "train_state.pt", "manifest.json", "train_config.json"]
+
+
+@pytest.mark.parametrize("name, fault", [*zip(FILES, itertools.cycle(harness.DAMAGE))])
+def test_a_damaged_file_is_named_and_the_save_before_it_taken(
+    finished, copied, trains, capsys, name, fault
+):
+    harness.hurt(saved(copied) / name, fault, random.Random(3))
+    trains("--init_from=resume")
+    out, err = capsys.readouterr()
+    assert "at step 4" in out and (name in err or "manifest.json" in err)
+    assert metrics(copied, "loss") == metrics(finished, "loss")
 
 
 @pytest.mark.parametrize("fault", harness.DAMAGE)

@@ -64,6 +64,21 @@ def visible(folder: Path) -> dict[str, bytes]:
     return {name: files[name] for name in files if not name.endswith(".lock")}
 
 
+def happens(monkeypatch, micro_step: int, *events: Callable[[], object]) -> None:
+    """Let something happen within a micro-step."""
+
+    def change(loss):
+        for event in events:
+            event()
+        return loss
+
+    poison(monkeypatch, micro_step, change=change)
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 # -- what is not a run --
 
 
@@ -301,22 +316,21 @@ def checkpoints_replaced(run: Path, other: Path) -> None:
     shutil.copytree(other / "ckpt", run / "ckpt")
 
 
+@pytest.fixture(scope="module")
+def straight(tiny_data, tmp_path_factory) -> Path:
+    return train_tiny(tiny_data, tmp_path_factory.mktemp("straight"), "--keep=1", "--max_steps=12")
+
+
 @pytest.mark.parametrize("at", [6, 8], ids=["within", "at the last step"])
 @pytest.mark.parametrize("change", [moved, deleted, unlocked, replaced, checkpoints_replaced])
 def test_a_run_writes_no_folder_but_its_own(
-    finished, trains, tmp_path, monkeypatch, refuses, change, at
+    finished, straight, trains, tmp_path, monkeypatch, refuses, change, at
 ):
     """What it holds is saved beside the folder, and can go on."""
     run = tmp_path / "run"
     put(tmp_path / "run_moved", "precious")
-    straight = trains("--keep=1", "--max_steps=12").rename(tmp_path / "straight")
-
-    def interrupt(loss):
-        change(run, finished)
-        return loss
-
     with monkeypatch.context() as patch:
-        poison(patch, 2 * at - 2, change=interrupt)
+        happens(patch, 2 * at - 2, lambda: change(run, finished))
         error = refuses(lambda: trains("--keep=1", "--max_steps=12"))
     assert "--run_name=run_moved2" in error
     if change in (replaced, checkpoints_replaced):
@@ -340,12 +354,7 @@ def test_all_ranks_end_when_the_folder_is_moved(tiny_data, tmp_path):
 
 
 def test_a_signal_whose_save_finds_the_folder_gone_is_saved(trains, tmp_path, monkeypatch, refuses):
-    def interrupt(loss):
-        os.kill(os.getpid(), signal.SIGTERM)
-        moved(tmp_path / "run", tmp_path)
-        return loss
-
-    poison(monkeypatch, 10, change=interrupt)
+    happens(monkeypatch, 10, terminated, lambda: moved(tmp_path / "run", tmp_path))
     assert "run_moved" in refuses(trains)
     assert saved(tmp_path / "run_moved").name == "step_00000005"
 
@@ -354,13 +363,9 @@ def test_a_checkpoint_that_somebody_deleted_is_saved_again(trains, tmp_path, mon
     """The signal comes in the step after it was saved, whose checkpoint is the run's progress."""
     straight = trains().rename(tmp_path / "straight")
 
-    def interrupt(loss):
-        shutil.rmtree(tmp_path / "run" / "ckpt")
-        os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        poison(patch, 8, change=interrupt)  # the first micro-step of step 5
+        # In the first micro-step of step 5.
+        happens(patch, 8, lambda: shutil.rmtree(tmp_path / "run" / "ckpt"), terminated)
         trains("--save_every=4")
     assert saved(tmp_path / "run").name == "step_00000004"
     trains("--init_from=resume")
@@ -386,19 +391,25 @@ def test_a_renamed_data_set_is_the_same(copied, own_data, tmp_path, finished, ca
     assert "tiny -> other" in out and "another order" not in out and "anew" not in err
 
 
-def test_switch_data_goes_on_with_other_data(copied, tiny_data, tmp_path, refuses, prints):
-    """They are read from their beginning; optimizer, schedule and tokens go on; best is anew."""
+@pytest.fixture
+def resuming(copied, tiny_data, tmp_path) -> list[str]:
+    """Options that resume the run where the data set `other` is, and its own is not."""
     tokenizer = f"--tokenizer={tiny_data / 'tiny'}"
     prepared(tmp_path / "d", make_records(200, seed=3), tokenizer, "--name=other")
-    resume = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}", "--init_from=resume"]
-    switch = [*resume, "--run_name=run", "--dataset=other", "--max_steps=16"]
+    folders = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}"]
+    return [*folders, "--run_name=run", "--init_from=resume"]
+
+
+def test_switch_data_goes_on_with_other_data(copied, resuming, tmp_path, refuses, prints):
+    """They are read from their beginning; optimizer, schedule and tokens go on; best is anew."""
+    switch = [*resuming, "--dataset=other", "--max_steps=16"]
     assert "--switch_data" in refuses(train.main, *switch)
     prepared(tmp_path / "d", make_records(200), "--tokenizer=byte", "--name=bytes")
     assert "--switch_data" not in refuses(train.main, *switch, "--dataset=bytes")
     call(train.main, *switch, "--switch_data")
     shutil.copytree(copied, tmp_path / "straight")
     shutil.rmtree(saved(copied))
-    call(train.main, *resume, "--run_name=run")  # it has switched
+    call(train.main, *resuming)  # it has switched
     assert metrics(copied, "loss") == metrics(tmp_path / "straight", "loss")
     assert metrics(copied, "tokens")[16] == 16 * 256
     assert end(copied, 16)[0, "step"] == 16
@@ -408,19 +419,15 @@ def test_switch_data_goes_on_with_other_data(copied, tiny_data, tmp_path, refuse
     assert state["best_step"] > 8
 
 
-def test_a_switch_whose_checkpoint_is_damaged_is_not_undone(copied, tiny_data, tmp_path, refuses):
-    tokenizer = f"--tokenizer={tiny_data / 'tiny'}"
-    prepared(tmp_path / "d", make_records(200, seed=3), tokenizer, "--name=other")
-    resume = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}", "--init_from=resume"]
-    resume += ["--run_name=run"]
+def test_a_switch_whose_checkpoint_is_damaged_is_not_undone(copied, resuming, refuses):
     switch = ["--switch_data", "--dataset=other", "--max_steps=16", "--save_every=50"]
-    call(train.main, *resume, *switch, "--eval_every=50")
+    call(train.main, *resuming, *switch, "--eval_every=50")
     losses, newest = metrics(copied, "loss"), saved(copied)
     (newest / "model.safetensors").write_bytes(b"")
     for _ in range(2):
-        assert "--switch_data" in refuses(train.main, *resume)
+        assert "--switch_data" in refuses(train.main, *resuming)
         assert newest.exists()
-    call(train.main, *resume, "--switch_data")
+    call(train.main, *resuming, "--switch_data")
     assert metrics(copied, "loss") == losses
     assert newest.with_name(f"{newest.name}_kept").exists()
 
@@ -473,13 +480,8 @@ def test_a_resume_deletes_what_a_kill_left_half_written(trains):
 
 def test_a_signal_gives_a_step_up_and_the_end_is_the_same(finished, trains, tmp_path, monkeypatch):
     """A step may take hours on a laptop. Its micro-steps so far are lost, and no more."""
-
-    def interrupt(loss):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        poison(patch, 10, change=interrupt)  # in the first of the two micro-steps of step 6
+        happens(patch, 10, terminated)  # in the first of the two micro-steps of step 6
         trains()
     assert ended.value.code == 128 + signal.SIGTERM
     assert saved(tmp_path / "run").name == "step_00000005"
