@@ -1,7 +1,7 @@
 # make help lists the targets. Each makes .venv on first use.
 PYTHON ?= python3
 
-.PHONY: help demo docs chat check lint types format quick test test-default soak simgpu clean
+.PHONY: help demo docs chat evening check lint types format quick test test-default soak simgpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/    make \1 | \2/p' Makefile | sed 's/ | /\t/' | expand -t 20
@@ -40,6 +40,9 @@ chat: .venv/demo | out/docs  ## after make docs: its model learns to answer ques
 	.venv/bin/python train.py config/chat.py --overwrite
 	@echo
 	.venv/bin/python sample.py --chat --ckpt out/chat --temperature 0 --prompt $(QUESTIONS)
+
+evening: .venv/dev  ## run all commands of docs/evening.md and compare what they print (15 minutes)
+	EVENING=1 OMP_NUM_THREADS=2 .venv/bin/python -m pytest -v -s tests/test_evening.py
 
 check: .venv/dev lint quick  ## lint and the quick tests, before you commit (two minutes)
 

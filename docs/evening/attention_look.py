@@ -16,7 +16,7 @@ from text.dataset import load_tokenizer
 from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
 
-TEXT = "ROMEO:\nWhat is love? It is a fire, my lord.\n\nJULIET:\nThen let it burn"
+TEXT = "ROMEO:\nWhat is love?\n\nJULIET:\nIt is a fire, my lord."
 SHADES = " .:-=+*#%@"
 
 attention = []  # of each layer: (nh, T, T)
