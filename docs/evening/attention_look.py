@@ -37,7 +37,7 @@ class Look(Kernels):
 run, *chosen = sys.argv[1:]
 folder = newest_checkpoint(Path(run) / "ckpt")
 model = from_pretrained(folder).eval().use(Look())
-ids = load_tokenizer(folder).encode(TEXT).tolist()[: model.config.block_size]
+ids = load_tokenizer(folder).encode(TEXT)[: model.config.block_size]
 with torch.no_grad():
     model(torch.tensor([ids]))
 

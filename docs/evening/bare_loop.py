@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hardware.generation import generate
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 
@@ -36,5 +37,5 @@ for step in range(1, steps + 1):
     if step == 1 or step % 40 == 0:
         print(f"step {step:>3} | loss {loss.item():.3f}")
 
-first = torch.tensor([tokenizer.encode("ROMEO:").tolist()])  # (1, 6)
-print("ROMEO:" + tokenizer.decode([int(token) for token in model.generate(first, 200)]))
+prompt = torch.tensor([tokenizer.encode("ROMEO:")])  # (1, 6)
+print("ROMEO:" + tokenizer.decode([int(token) for token in generate(model, prompt, 200)]))
