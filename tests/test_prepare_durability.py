@@ -194,7 +194,7 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, trains, prints)
     logged = metrics(run, "loss")[3]
     with open(run / "metrics.jsonl", "a") as f:
         f.write('{"step": 9, "lo')  # a kill in the middle of a line leaves this
-    _, *parts = prints(prepare.main, "--inspect", run, "--step=3").split("---- ")
+    _, *parts = prints(prepare.main, "--inspect", run, "--step=3").split("---- sample ")
     ids = np.fromfile(tiny_data / "tiny" / "train.bin", np.uint16).astype(np.int64)
     firsts = [int(re.search(r"target: token ([\d,]+)", p)[1].replace(",", "")) for p in parts]
     rows = np.stack([ids[first - 1 : first + 32] for first in firsts])
@@ -206,4 +206,6 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, trains, prints)
     for part, row in zip(parts, rows, strict=True):
         texts = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
         decoded = [tokenizer.decode(t[t != tokenizer.eos_id].tolist()) for t in texts]
-        assert part.split("\n", 1)[1].rstrip("\n") == "<eos>".join(decoded).rstrip("\n")
+        _, pairs, text = part.split("\n", 2)
+        assert text.rstrip("\n") == "<eos>".join(decoded).rstrip("\n")
+        assert pairs.count(" -> ") == 1 + 6  # of the heading, and of the first six tokens

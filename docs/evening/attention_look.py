@@ -36,6 +36,7 @@ class Look(Kernels):
 
 run, *chosen = sys.argv[1:]
 folder = newest_checkpoint(Path(run) / "ckpt")
+assert folder, f"{run} has no checkpoint"
 model = from_pretrained(folder).eval().use(Look())
 ids = load_tokenizer(folder).encode(TEXT)[: model.config.block_size]
 with torch.no_grad():
