@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import plan
-import train
 from configurator import parse
 from model import GPT
 from training import memory
@@ -159,12 +158,6 @@ def test_plan_reads_the_model_to_fine_tune(finished, tiny_data, tmp_path, refuse
     assert re.search("2 layers x 32, .*, T = 32\n", output)
     assert "config.json" in refuses(plan.main, f"--init_from={tmp_path}", *where)
     assert "init_from" in refuses(plan.main, "--init_from=resume", *where)
-
-
-def test_answers_without_conversations_are_refused_by_plan_py(tiny_data, tmp_path, refuses):
-    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--loss_on=answers"]
-    error = refuses(plan.main, *options, "--device=cpu")
-    assert error == refuses(train.main, *options) and "loss_on=answers" in error
 
 
 def test_damaged_data_set_is_not_taken_for_none(own_data, tmp_path, refuses):

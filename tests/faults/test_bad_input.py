@@ -170,6 +170,7 @@ PLAN = {
     "--nproc=0 --max_steps=1": "nproc",
     "--gpu=h100": "max_steps",
     "--gpu=h100 --max_epochs=1 --dataset=gone": "gone",
+    "--data_dir={data} --dataset=tiny --max_steps=1 --loss_on=answers": "tiny/train.bin",
 }
 TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
 TABLES += [(plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
