@@ -33,7 +33,7 @@ from training.banner import rows_of_model, rows_of_plan
 from training.batch_size import plan_run
 from training.checkpoint import with_model
 from training.huggingface import read_shape
-from training.memory import SHARDS, Step, bytes_needed, largest_batch, overhead, step_memory
+from training.memory import SHARDS, Workload, bytes_needed, largest_batch, overhead, step_memory
 from training.plan import Plan
 from training.settings import TrainConfig, extend_context, model_config, with_data
 
@@ -81,7 +81,7 @@ class PlannedRun:
     model: GPT  # on the meta device: its weights have shapes only
     device: Device
     plan: Plan
-    step: Step
+    workload: Workload
 
 
 def planned_run(cfg: PlanConfig) -> PlannedRun:
@@ -94,9 +94,11 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     ways = dict(documents=cfg.documents, loss_on=cfg.loss_on)
     windows = [open_windows(data, "train", T, **ways) for data in sets]
     epoch_tokens = T * sum(w.n_windows for w in windows)
-    size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
-    planned, plan, step = plan_run(cfg, model, size, epoch_tokens, device.bytes)
-    return PlannedRun(replace(cfg, batch_size=planned.batch_size), sets, model, device, plan, step)
+    workload = Workload(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
+    planned, plan, workload = plan_run(cfg, model, workload, epoch_tokens, device.bytes)
+    return PlannedRun(
+        replace(cfg, batch_size=planned.batch_size), sets, model, device, plan, workload
+    )
 
 
 def prepared(cfg: PlanConfig) -> list[DataSet]:
@@ -182,17 +184,19 @@ def duration(hours: float) -> str:
 
 
 def print_memory(run: PlannedRun) -> None:
-    moment, parts = step_memory(run.model, run.step)
+    moment, parts = step_memory(run.model, run.workload)
     peak = sum(parts.values())
-    parts |= overhead(run.model, peak, run.step)
+    parts |= overhead(run.model, peak, run.workload)
     total = sum(parts.values())
     rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items() if size}
     verdict = "fits" if total <= run.device.bytes else "DOES NOT FIT"
     rows["all"] = f"{total / 1e9:>8.3f} GB of {run.device.bytes / 1e9:.1f}: {verdict}"
     if run.device.kind == "cuda":
         rows["predicted peak"] = f"{peak / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated"
-    mode = "compiled" if run.step.compiled else "eager"
-    section(f"Memory of each device at batch_size {run.step.B}, {mode}; the peak is {moment}", rows)
+    mode = "compiled" if run.workload.compiled else "eager"
+    section(
+        f"Memory of each device at batch_size {run.workload.B}, {mode}; the peak is {moment}", rows
+    )
 
 
 def print_choices(run: PlannedRun) -> PlannedRun:
@@ -201,37 +205,38 @@ def print_choices(run: PlannedRun) -> PlannedRun:
     Return the run with these flags, if there are any. The cheapest come first: recompute=blocks
     takes up to a third more time, and shard sends more data.
     """
-    step = run.step
+    workload = run.workload
     choices = {}
-    for shard, again in product(SHARDS if step.world > 1 else ["none"], [False, True]):
+    for shard, again in product(SHARDS if workload.world > 1 else ["none"], [False, True]):
         flags = [f"--shard={shard}"] * (shard != "none") + ["--recompute=blocks"] * again
-        choices[" ".join(flags)] = replace(step, shard=shard, recompute=again)
-    fitting = [flags for flags in choices if fits(run, choices[flags])]
+        choices[" ".join(flags)] = replace(workload, shard=shard, recompute=again)
+    fitting = [flags for flags in choices if predicted_to_fit(run, choices[flags])]
     for name in ("adamw", "muon", "adafactor"):
-        if name != step.optimizer and not (step.zero and name == "adafactor"):
-            choices[f"--optimizer={name}"] = replace(step, optimizer=name)
+        if name != workload.optimizer and not (workload.zero and name == "adafactor"):
+            choices[f"--optimizer={name}"] = replace(workload, optimizer=name)
     rows = {}
     for flags, choice in choices.items():
         size = bytes_needed(run.model, choice)
         largest = largest_batch(run.model, choice, run.device.bytes)
-        mark = "  <- current settings" if choice == step else ""
+        mark = "  <- current settings" if choice == workload else ""
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
         rows[flags or "neither shard nor recompute"] = text
-    section(f"Memory at batch_size {step.B}, and the largest that fits, of {step.T} tokens", rows)
-    if fits(run, step):
+    B, T = workload.B, workload.T
+    section(f"Memory at batch_size {B}, and the largest that fits, of {T} tokens", rows)
+    if predicted_to_fit(run, workload):
         return run
     if not fitting:
         advice = "nothing fits: lower batch_size to that of a row, or use more devices"
         print(f"  {advice}, or a smaller model")
         return run
     print(f"  it fits with {fitting[0]}\n  (the time below is with that)")
-    step = choices[fitting[0]]
-    recompute = "blocks" if step.recompute else "none"
-    return replace(run, step=step, cfg=replace(run.cfg, recompute=recompute))
+    workload = choices[fitting[0]]
+    recompute = "blocks" if workload.recompute else "none"
+    return replace(run, workload=workload, cfg=replace(run.cfg, recompute=recompute))
 
 
-def fits(run: PlannedRun, step: Step) -> bool:
-    return bytes_needed(run.model, step) <= run.device.bytes
+def predicted_to_fit(run: PlannedRun, workload: Workload) -> bool:
+    return bytes_needed(run.model, workload) <= run.device.bytes
 
 
 # ---- Time ----
@@ -307,9 +312,9 @@ def print_network(run: PlannedRun) -> None:
 def main() -> None:
     cfg = validated(PlanConfig, with_model(given_settings(PlanConfig, doc=__doc__)))
     run = planned_run(cfg)
-    dtype = str(run.step.dtype).removeprefix("torch.")
+    dtype = str(run.workload.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
-    section("Model", rows_of_model(run.model, run.step.T))
+    section("Model", rows_of_model(run.model, run.workload.T))
     print_memory(run)
     print_time(print_choices(run))
     if cfg.nproc > 1:

@@ -73,9 +73,16 @@ from training.checkpoint import (
 )
 from training.evaluate import evaluate_all, evaluation_windows, prompt_ids, write_text
 from training.huggingface import from_pretrained
-from training.memory import Step, optimizer_memory
+from training.memory import Workload, optimizer_memory
 from training.optimizer import make_optimizer
-from training.parallel import compile_now, fits, full_weights, is_sharded_run, sync_gradients, wrap
+from training.parallel import (
+    compile_now,
+    full_weights,
+    is_sharded_run,
+    sync_gradients,
+    trial_fits,
+    wrap,
+)
 from training.plan import Progress, lr_at, momentum_at
 from training.report import Report, first_records
 from training.settings import TrainConfig, model_config, with_data
@@ -143,13 +150,15 @@ def main() -> None:
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
     kind = machine.device.type
-    size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
+    workload = Workload(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"
     saved_batch_size = saved.settings["batch_size"] if saved else 0
-    cfg, plan, size = plan_run(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
-    check_capacity(model, size, capacity)
+    cfg, plan, workload = plan_run(
+        cfg, model, workload, epoch_tokens, capacity, progress, saved_batch_size
+    )
+    check_capacity(model, workload, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    print0(banner(cfg, sets, loader, machine, plan, model, size))
+    print0(banner(cfg, sets, loader, machine, plan, model, workload))
     print0(row("       peak: ", source))
     all_peak = peak * machine.world if peak else None  # TFLOPS of all devices together
     flops = model.flops_per_token(T)
@@ -162,18 +171,20 @@ def main() -> None:
     progress.code = code
 
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
-    model.use(pick_kernels(machine.device, size.compiled))
-    forward = wrap(cfg, model, machine, size.compiled)
+    model.use(pick_kernels(machine.device, workload.compiled))
+    forward = wrap(cfg, model, machine, workload.compiled)
     # batch_size=auto: run two micro-steps as a trial, and halve the batch until they fit. There is
     # no trial if weights are sharded: the other ranks would wait for one that runs out of memory.
-    state_bytes, _ = optimizer_memory(model, size)
+    state_bytes, _ = optimizer_memory(model, workload)
     tries = is_auto and not is_sharded_run(cfg, machine)
-    while tries and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
-        cfg, plan, size = halve_batch(cfg, plan, size, progress)
+    batch = first_batch(loader, plan, machine)
+    while tries and not trial_fits(forward, batch, machine, state_bytes):
+        cfg, plan, workload = halve_batch(cfg, plan, workload, progress)
         print0(f"note: out of memory: now batch_size={plan.batch_size}, {plan.accum} micro-steps")
-    if size.compiled:
+        batch = first_batch(loader, plan, machine)
+    if workload.compiled:
         with memory_advice(plan.memory_hint(T)):
-            compile_now(forward, first_batch(loader, plan, machine), machine, tokenizer.eos_id)
+            compile_now(forward, batch, machine, tokenizer.eos_id)
 
     # ---- Optimizer, and the scaler of fp16 gradients, which does nothing in other dtypes.
     optimizer = make_optimizer(cfg, machine, model)

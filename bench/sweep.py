@@ -55,7 +55,7 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
 from training.batch_size import wants_compile
-from training.memory import Step, largest_batch
+from training.memory import Workload, largest_batch
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config, with_data
 
@@ -106,8 +106,9 @@ def largest(cfg: SweepConfig, machine: Machine) -> int:
     with torch.device("meta"):
         model = GPT(model_config(cfg, cfg.vocab_size))
     compiled = wants_compile(cfg, machine.device.type, 0)
-    step = Step(1, cfg.block_size, 1, machine.dtype, compiled, machine.device.type).with_cfg(cfg)
-    return max(1, largest_batch(model, step, memory_capacity(machine.device)))
+    workload = Workload(1, cfg.block_size, 1, machine.dtype, compiled, machine.device.type)
+    workload = workload.with_cfg(cfg)
+    return max(1, largest_batch(model, workload, memory_capacity(machine.device)))
 
 
 def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:

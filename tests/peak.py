@@ -12,26 +12,26 @@ from bench.measure import new_training
 from hardware.machine import Machine
 from hardware.sharded import local_shard
 from model import GPTConfig
-from training.memory import Step
+from training.memory import Workload
 from training.settings import TrainConfig
 
 
-def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> int:
+def measured_peak(c: GPTConfig, workload: Workload, machine: Machine | None = None) -> int:
     """Run a training step like train.py's on this machine; return its peak memory in bytes.
 
     The figure is torch's own. On CUDA the allocator gives it; on a CPU it is the running sum of all
     allocations and releases that torch's profiler sees.
     machine: of this rank, if several processes run the step together.
     """
-    device = torch.device(step.device)
+    device = torch.device(workload.device)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    machine = machine or Machine(0, 0, 1, device, step.dtype, "")
-    cfg = TrainConfig(optimizer=step.optimizer, shard=step.shard, compile=step.compiled)
-    recompute = "blocks" if step.recompute else "none"
-    cfg = replace(cfg, recompute=recompute, batch_size=step.B, block_size=step.T)
+    machine = machine or Machine(0, 0, 1, device, workload.dtype, "")
+    cfg = TrainConfig(optimizer=workload.optimizer, shard=workload.shard, compile=workload.compiled)
+    recompute = "blocks" if workload.recompute else "none"
+    cfg = replace(cfg, recompute=recompute, batch_size=workload.B, block_size=workload.T)
     training = new_training(cfg, c, machine)
-    batch = next(training.batches)._replace(eos_id=0 if step.documents else None)
-    training = replace(training, batches=repeat(batch), accum=step.accum)
+    batch = next(training.batches)._replace(eos_id=0 if workload.documents else None)
+    training = replace(training, batches=repeat(batch), accum=workload.accum)
     model = training.model
     training.step()  # compiles, and allocates the optimizer's state
     gc.collect()  # as train.py does: torch.compile leaves garbage
@@ -42,7 +42,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     peaks = []
     # Threads of gloo free FSDP's buffers a little later than the main thread might: how many they
     # hold is a matter of luck, so the least of several steps counts.
-    for _ in range(6 if step.zero else 1):
+    for _ in range(6 if workload.zero else 1):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             training.step()
         events = profiled.profiler.kineto_results.events()

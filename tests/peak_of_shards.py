@@ -14,17 +14,19 @@ import torch
 from hardware.machine import start
 from model import GPT, PRESETS, GPTConfig
 from tests.peak import measured_peak
-from training.memory import Step, step_memory
+from training.memory import Workload, step_memory
 from training.settings import TrainConfig
 
 optimizer, shard, recompute, accum = sys.argv[1:]
 machine = start("cpu", "bfloat16")
 c = GPTConfig(**PRESETS["qwen3"], n_layer=4, n_head=4, n_embd=256, vocab_size=2000)
 settings = TrainConfig(optimizer=optimizer, shard=shard, recompute=recompute)
-step = Step(4, 256, int(accum), machine.dtype, False, "cpu", machine.world).with_cfg(settings)
-measured = max(machine.gather(measured_peak(c, step, machine)))
+workload = Workload(4, 256, int(accum), machine.dtype, False, "cpu", machine.world).with_cfg(
+    settings
+)
+measured = max(machine.gather(measured_peak(c, workload, machine)))
 with torch.device("meta"):
-    moment, parts = step_memory(GPT(c), step)
+    moment, parts = step_memory(GPT(c), workload)
 difference = sum(parts.values()) / measured - 1
 machine.print0(f"{measured / 1e6:.1f} MB, predicted {difference:+.1%} {moment}")
 machine.gather(None)  # a rank that ends first would end the others

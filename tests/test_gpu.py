@@ -21,7 +21,7 @@ from model import GPT, PRESETS, GPTConfig
 from text.windows import Rows
 from train import take_step
 from training.batches import to_batch
-from training.memory import Step, step_memory
+from training.memory import Workload, step_memory
 
 DEVICE = "cuda"
 pytestmark = [
@@ -207,7 +207,7 @@ def test_the_predicted_peak_is_max_memory_allocated(name, B, T, accum, compiled)
     gc.collect()
     torch.cuda.empty_cache()
     c = GPTConfig(**(MODELS[name] | dict(block_size=T)))
-    step = Step(B, T, accum, torch.bfloat16, compiled, DEVICE)
+    step = Workload(B, T, accum, torch.bfloat16, compiled, DEVICE)
     with torch.device("meta"):
         when, parts = step_memory(GPT(c), step)
     assert sum(parts.values()) == pytest.approx(measured_peak(c, step), rel=0.05), when

@@ -16,7 +16,7 @@ from hardware import limits, machine
 from hardware.limits import available_memory, cpu_quota
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import ALLOCATED, case
-from training.memory import Step, block_memory, bytes_needed, largest_batch, step_memory
+from training.memory import Workload, block_memory, bytes_needed, largest_batch, step_memory
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -33,18 +33,18 @@ def on_meta(c: GPTConfig) -> GPT:
         return GPT(c)
 
 
-def predicted(c: GPTConfig, step: Step) -> float:
-    return sum(step_memory(on_meta(c), step)[1].values())
+def predicted(c: GPTConfig, workload: Workload) -> float:
+    return sum(step_memory(on_meta(c), workload)[1].values())
 
 
-def too_high(c: GPTConfig, step: Step) -> float:
+def too_high(c: GPTConfig, workload: Workload) -> float:
     """Return by which fraction a prediction may be too high: a CPU's T x T matrix counts fully."""
-    return 0.25 if c.dropout or (step.dtype == BF16 and step.T <= 512) else 0.1
+    return 0.25 if c.dropout or (workload.dtype == BF16 and workload.T <= 512) else 0.1
 
 
-def check(c: GPTConfig, step: Step) -> None:
-    error = predicted(c, step) / measured_peak(c, step) - 1
-    assert -0.05 < error < too_high(c, step), (c, step)
+def check(c: GPTConfig, workload: Workload) -> None:
+    error = predicted(c, workload) / measured_peak(c, workload) - 1
+    assert -0.05 < error < too_high(c, workload), (c, workload)
 
 
 TIED = GQA | dict(tie_embeddings=True)
@@ -72,7 +72,7 @@ PEAKS += [pytest.param(*row, marks=[pytest.mark.slow, NEEDS_BF16]) for row in SL
 @pytest.mark.parametrize("preset, more, V, B, T, dtype, options", PEAKS)
 def test_the_predicted_peak_is_the_measured_one(preset, more, V, B, T, dtype, options):
     options = dict(compiled=False, device="cpu") | options
-    check(shape(preset, V, T, **more), Step(B, T, dtype=dtype, **options))
+    check(shape(preset, V, T, **more), Workload(B, T, dtype=dtype, **options))
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -95,7 +95,7 @@ def test_activations_are_what_autograd_keeps(name):
         with hooks, torch.autocast("cpu", BF16):
             model(x, x)
         saved[n_layer] = sum(storages.values())
-    kept = 1024 * block_memory(model.config, Step(1, 1024, 1, BF16, False, "cpu"))[1]
+    kept = 1024 * block_memory(model.config, Workload(1, 1024, 1, BF16, False, "cpu"))[1]
     linear = [m for m in model.blocks[0].modules() if isinstance(m, torch.nn.Linear)]
     copies = 2 * sum(m.weight.numel() for m in linear)  # of the weights, in bf16
     assert kept + copies == pytest.approx(saved[2] - saved[1], rel=0.05)
@@ -119,18 +119,18 @@ RESIDENT = [  # V, T, B, accum, n_layer, n_embd, more -> GB of a process that tr
 def test_a_cpu_needs_what_its_process_held(V, T, B, accum, n_layer, n_embd, more, gb):
     sizes = dict(n_layer=n_layer, n_head=2, n_embd=n_embd)
     model = on_meta(shape("llama", V, T, **more | sizes))
-    size = bytes_needed(model, Step(B, T, accum, FP32, compiled=False, device="cpu"))
+    size = bytes_needed(model, Workload(B, T, accum, FP32, compiled=False, device="cpu"))
     assert -0.05 < size / (gb * 1e9) - 1 < 0.1
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
     model = on_meta(GPTConfig(**PRESETS["gpt2"]))
-    on_cpu = Step(1, 512, compiled=False, device="cpu")
-    for step in (Step(1, 1024), Step(1, 1024, world=6, shard="gradients"), on_cpu):
-        B = largest_batch(model, step, 16e9)
-        this, next_one = (bytes_needed(model, replace(step, B=n)) for n in (B, B + 1))
+    on_cpu = Workload(1, 512, compiled=False, device="cpu")
+    for workload in (Workload(1, 1024), Workload(1, 1024, world=6, shard="gradients"), on_cpu):
+        B = largest_batch(model, workload, 16e9)
+        this, next_one = (bytes_needed(model, replace(workload, B=n)) for n in (B, B + 1))
         assert B > 1 and this <= 16e9 < next_one
-    assert largest_batch(model, Step(1, 1024), 1e9) == 0
+    assert largest_batch(model, Workload(1, 1024), 1e9) == 0
 
 
 @pytest.mark.parametrize("config, V, B, dtype, more, allocated", ALLOCATED)

@@ -79,7 +79,7 @@ def test_documented_batch_sizes_are_those_of_plan_py(page):
     for T in (8000, 4000, 2000):
         run = the_run(*QWEN.split(), f"--block_size={T}", f"--batch_tokens={T}")
         assert run.model.num_params()["total"] == pytest.approx(1.5437e9, rel=1e-3)
-        B = memory.largest_batch(run.model, run.step, run.device.bytes)
+        B = memory.largest_batch(run.model, run.workload, run.device.bytes)
         assert re.search(rf"\n\| {T} \| .* \| {B} \|\n", text)
 
 
@@ -126,7 +126,7 @@ def test_plan_names_the_flags_that_fit(prints):
     options += ["--vocab-size=32000"]
     flags = re.search(r"it fits with (.+)", prints(plan.main, *options, "--recompute=blocks"))[1]
     run = the_run(*options, *flags.split())
-    assert memory.bytes_needed(run.model, run.step) < run.device.bytes
+    assert memory.bytes_needed(run.model, run.workload) < run.device.bytes
     # The time is that of the run that fits, which computes the blocks twice.
     output = [prints(plan.main, *options, *more) for more in ([], flags.split())]
     times = [re.findall("at .+% of peak +(.+)", text) for text in output]
@@ -136,7 +136,7 @@ def test_plan_names_the_flags_that_fit(prints):
     output = prints(plan.main, *options, "--batch_size=64", "--batch_tokens=131072")
     largest = re.search(r"largest batch_size (\d+)  <-", output)[1]
     run = the_run(*options, f"--batch_size={largest}", "--batch_tokens=131072")
-    assert run.plan.accum > 1 and memory.bytes_needed(run.model, run.step) < run.device.bytes
+    assert run.plan.accum > 1 and memory.bytes_needed(run.model, run.workload) < run.device.bytes
 
 
 def test_plan_says_what_sharding_sends_between_computers(prints):

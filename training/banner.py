@@ -13,7 +13,7 @@ from hardware.terminal import plural
 from model import GPT, INIT, GPTConfig
 from text.windows import DataSet, Loader
 from training.huggingface import ONLY_OURS, OURS, architecture_of
-from training.memory import Step, bytes_needed, largest_batch
+from training.memory import Workload, bytes_needed, largest_batch
 from training.plan import Plan
 from training.settings import TrainConfig
 
@@ -27,11 +27,11 @@ def banner(
     machine: Machine,
     plan: Plan,
     model: GPT,
-    step: Step,
+    workload: Workload,
 ) -> str:
     """Return the lines that describe a run before its first step.
 
-    loader: of the run's windows. step: its sizes, for the prediction of memory.
+    loader: of the run's windows. workload: its sizes, for the prediction of memory.
     """
     c = model.config
     device = machine.device
@@ -54,9 +54,9 @@ def banner(
     rows["parameters"] += f"; tokens per parameter: {rows.pop('tokens per parameter')}"
     rows["precision"] = f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}"
     rows["attention"] = attention
-    rows["memory"] = f"{bytes_needed(model, step) / 1e9:.1f} GB predicted, "
+    rows["memory"] = f"{bytes_needed(model, workload) / 1e9:.1f} GB predicted, "
     rows["memory"] += f"{capacity / 1e9:.1f} GB available; "
-    rows["memory"] += f"largest batch_size that fits: {largest_batch(model, step, capacity):,}"
+    rows["memory"] += f"largest batch_size that fits: {largest_batch(model, workload, capacity):,}"
     if device.type == "cuda" and machine.world == 1 and (gpus := torch.cuda.device_count()) > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from configurator import UserError
 from model import GPT
-from training.memory import Step, bytes_needed, largest_batch
+from training.memory import Workload, bytes_needed, largest_batch
 from training.plan import Plan, Progress, best_batch, make_plan
 from training.settings import TrainConfig
 
@@ -12,41 +12,47 @@ from training.settings import TrainConfig
 def plan_run(
     cfg: TrainConfig,
     model: GPT,
-    step: Step,
+    workload: Workload,
     epoch_tokens: int,
     capacity: float,
     progress: Progress | None = None,
     saved_batch_size: int = 0,
-) -> tuple[TrainConfig, Plan, Step]:
+) -> tuple[TrainConfig, Plan, Workload]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
-    step: only its T, dtype, device and world are used. capacity: bytes of memory for a step on each
-    device. progress: of a resumed run. saved_batch_size: of its checkpoint; auto keeps this value
-    if it fits.
+    workload: only its T, dtype, device and world are used. capacity: bytes of memory for a step on
+    each device. progress: of a resumed run. saved_batch_size: of its checkpoint; auto keeps this
+    value if it fits.
     """
     # compile=auto depends on the length of the run, which is known before the batch size.
-    trial = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
+    trial = make_plan(replace(cfg, batch_size=1), workload.world, epoch_tokens, progress)
     flops = model.flops_per_token(cfg.block_size) * trial.tokens_at(trial.steps)
     # Two micro-steps: accumulation needs more memory than one micro-step does.
-    step = replace(step.with_cfg(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
+    workload = replace(
+        workload.with_cfg(cfg), accum=2, compiled=wants_compile(cfg, workload.device, flops)
+    )
     if cfg.batch_size == "auto":
-        most = largest_batch(model, step, capacity)
-        if step.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
-            most = min(most, max(1, 8192 // step.T))
-        B = saved_batch_size if 0 < saved_batch_size <= most else best_batch(most, cfg, step.world)
+        most = largest_batch(model, workload, capacity)
+        if workload.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
+            most = min(most, max(1, 8192 // workload.T))
+        B = (
+            saved_batch_size
+            if 0 < saved_batch_size <= most
+            else best_batch(most, cfg, workload.world)
+        )
         cfg = replace(cfg, batch_size=B)
-    plan = make_plan(cfg, step.world, epoch_tokens, progress)
-    return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
+    plan = make_plan(cfg, workload.world, epoch_tokens, progress)
+    return cfg, plan, replace(workload, B=plan.batch_size, accum=plan.accum)
 
 
-def check_capacity(model: GPT, step: Step, capacity: float) -> None:
+def check_capacity(model: GPT, workload: Workload, capacity: float) -> None:
     """Raise UserError if a step is predicted to need far more than `capacity` bytes."""
-    size = bytes_needed(model, step)
+    size = bytes_needed(model, workload)
     if size > 1.25 * capacity:  # on a CPU a prediction may be 25 % too high (training/memory.py)
         gb = f"{size / 1e9:.1f} GB of memory, but only {capacity / 1e9:.1f} GB is available"
-        largest = largest_batch(model, step, capacity)
+        largest = largest_batch(model, workload, capacity)
         advice = f"--batch_size={largest} fits" if largest else "plan.py compares other settings"
-        raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
+        raise UserError(f"batch_size={workload.B} needs {gb}: {advice}")
 
 
 def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
@@ -61,14 +67,14 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
 
 
 def halve_batch(
-    cfg: TrainConfig, plan: Plan, step: Step, progress: Progress
-) -> tuple[TrainConfig, Plan, Step]:
+    cfg: TrainConfig, plan: Plan, workload: Workload, progress: Progress
+) -> tuple[TrainConfig, Plan, Workload]:
     """Return the settings, the plan and the size of a step with half the batch_size or less.
 
     Raises UserError if it is 1 already.
     """
     if plan.batch_size == 1:
-        raise UserError(f"out of memory {plan.memory_hint(step.T)}")
-    cfg = replace(cfg, batch_size=best_batch(plan.batch_size // 2, cfg, step.world))
-    plan = make_plan(cfg, step.world, plan.epoch_tokens, progress)
-    return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
+        raise UserError(f"out of memory {plan.memory_hint(workload.T)}")
+    cfg = replace(cfg, batch_size=best_batch(plan.batch_size // 2, cfg, workload.world))
+    plan = make_plan(cfg, workload.world, plan.epoch_tokens, progress)
+    return cfg, plan, replace(workload, B=plan.batch_size, accum=plan.accum)

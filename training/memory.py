@@ -62,7 +62,7 @@ PARTS = ("optimizer", "cuBLAS", "weights", "gradients", "activations", "logits",
 
 
 @dataclass(frozen=True)
-class Step:
+class Workload:
     """The sizes and settings, apart from the model, that the memory of a step depends on."""
 
     B: int  # sequences in a micro-step
@@ -78,11 +78,11 @@ class Step:
     # Keep only the input of a block, and compute the rest again in the backward pass.
     recompute: bool = False
 
-    def with_cfg(self, cfg: TrainConfig) -> "Step":
+    def with_cfg(self, cfg: TrainConfig) -> "Workload":
         """Return this step with the values of the settings."""
-        step = replace(self, optimizer=cfg.optimizer, shard=cfg.shard)
+        workload = replace(self, optimizer=cfg.optimizer, shard=cfg.shard)
         documents = cfg.documents in ("mask", "pack")
-        return replace(step, recompute=cfg.recompute == "blocks", documents=documents)
+        return replace(workload, recompute=cfg.recompute == "blocks", documents=documents)
 
     @property
     def zero(self) -> int:
@@ -95,22 +95,22 @@ class Step:
         return self.compiled and not self.recompute and not self.zero
 
 
-def block_memory(c: GPTConfig, step: Step) -> tuple[float, float, float]:
+def block_memory(c: GPTConfig, workload: Workload) -> tuple[float, float, float]:
     """Return bytes per token: of the residual stream, of all that a block keeps for its backward
     pass, and of the most that this backward pass holds.
     """
-    s = step.dtype.itemsize
+    s = workload.dtype.itemsize
     x, h = c.n_embd * s, c.d_ff * s
     q, kv = c.n_head * c.head_dim * s, c.n_kv_head * c.head_dim * s
-    stream = c.n_embd * (2 if step.dtype == torch.bfloat16 else 4)  # with fp16 it is in fp32
-    fp32_norm = c.norm == "layernorm" and step.device == "cuda" and not step.compiled
+    stream = c.n_embd * (2 if workload.dtype == torch.bfloat16 else 4)  # with fp16 it is in fp32
+    fp32_norm = c.norm == "layernorm" and workload.device == "cuda" and not workload.compiled
     norm = 4 * c.n_embd if fp32_norm else stream
     # Bytes per number of a T x T matrix, which fused kernels do not store. On a CPU, attention uses
     # plain products in bf16 if the matrix fits into the cache, and dropout has no fused kernel.
-    score = 4 if step.device == "cpu" and c.dropout else 0
-    if step.device == "cpu" and step.dtype == torch.bfloat16 and 1 < step.T <= 512:
+    score = 4 if workload.device == "cpu" and c.dropout else 0
+    if workload.device == "cpu" and workload.dtype == torch.bfloat16 and 1 < workload.T <= 512:
         score = 2
-    matrix = c.n_head * step.T * score
+    matrix = c.n_head * workload.T * score
     # How many of q, k and v are new tensors. The others are views into the output of qkv.
     rotated = c.pos == "rope" or c.qk_norm
     new = 3 if score else rotated + (rotated or kv < q) + (kv < q)
@@ -118,59 +118,61 @@ def block_memory(c: GPTConfig, step: Step) -> tuple[float, float, float]:
     if new < 3 or c.qk_norm:
         attention += q + 2 * kv
     # In fp32, Inductor also keeps the normed queries and keys from before the rotation.
-    attention += 2 * q if c.qk_norm and step.compiled and s == 4 and kv == q else 0
+    attention += 2 * q if c.qk_norm and workload.compiled and s == 4 and kv == q else 0
     # Under DDP, torch compiles the operations of each bucket of gradients, 25 MiB, by themselves.
     # If each of these matrices fills a bucket, silu's result is passed from one graph to the next.
-    cut = step.compiled_whole and step.world > 1 and 4 * c.n_embd * c.d_ff > 25 * 2**20
-    silu = c.gated and (not step.compiled or cut)
-    dropout = 2 * c.n_embd * (s if step.device == "cpu" else 1) if c.dropout else 0
+    cut = workload.compiled_whole and workload.world > 1 and 4 * c.n_embd * c.d_ff > 25 * 2**20
+    silu = c.gated and (not workload.compiled or cut)
+    dropout = 2 * c.n_embd * (s if workload.device == "cpu" else 1) if c.dropout else 0
     keeps = 2 * norm + attention + x + (2 + c.gated + silu) * h + dropout
     # The backward pass holds the most in the MLP, or in attention if there is a T x T matrix.
     most = stream + max(keeps + (1 + silu) * h, norm + attention + 2 * matrix + 4 * q)
-    return stream, stream if step.recompute else keeps, most
+    return stream, stream if workload.recompute else keeps, most
 
 
-def optimizer_memory(model: GPT, step: Step) -> tuple[float, float]:
+def optimizer_memory(model: GPT, workload: Workload) -> tuple[float, float]:
     """Return the bytes of the optimizer's state, and of the temporary tensors of its step.
 
     AdamW has two fp32 moments per weight. Muon has one for the matrices of the blocks, and is AdamW
     for the rest. Adafactor has a row and a column for each matrix.
     """
     params = list(model.parameters())
-    if step.optimizer == "adafactor":  # it updates one parameter at a time
+    if workload.optimizer == "adafactor":  # it updates one parameter at a time
         return 4 * sum(sum(p.shape) for p in params), 4 * max(p.numel() for p in params)
-    ranks = step.world if step.zero else 1
+    ranks = workload.world if workload.zero else 1
     # In Muon's stacks: all matrices of one shape.
     numbers: dict[torch.Size, float] = defaultdict(float)
     for p in model.blocks[0].parameters():
-        if step.optimizer == "muon" and p.dim() == 2:
+        if workload.optimizer == "muon" and p.dim() == 2:
             numbers[p.shape] += model.config.n_layer * p.numel() / ranks
     # The temporaries of a stack: a copy, two squares, and their product with it.
     most = max((min(n, max(STACK, shape.numel())) for shape, n in numbers.items()), default=0)
     state = 8 * sum(p.numel() for p in params) / ranks - 4 * sum(numbers.values())
-    return state, most * (6 if step.dtype == torch.bfloat16 else 11)
+    return state, most * (6 if workload.dtype == torch.bfloat16 else 11)
 
 
-def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
+def step_memory(model: GPT, workload: Workload) -> tuple[str, dict[str, float]]:
     """Return the moment of a step's peak, and the bytes of its PARTS at that moment.
 
     The sum predicts torch.cuda.max_memory_allocated(). model: may be on the meta device.
     """
     c = model.config
-    L, V, N, s = c.n_layer, c.padded_vocab_size, step.B * step.T, step.dtype.itemsize
-    zero, ddp = step.zero, step.world > 1 and not step.zero
-    ranks = step.world if zero else 1
+    L, V, N, s = c.n_layer, c.padded_vocab_size, workload.B * workload.T, workload.dtype.itemsize
+    zero, ddp = workload.zero, workload.world > 1 and not workload.zero
+    ranks = workload.world if zero else 1
     P = model.num_params()["total"]
     block = sum(p.numel() for p in model.blocks[0].parameters())
     outside = P - L * block  # the embeddings, the last norm and the head
     head = V * c.n_embd
     logits = N * V * s
-    state, copies = optimizer_memory(model, step)
+    state, copies = optimizer_memory(model, workload)
 
-    stream, keeps, most = block_memory(c, step)
+    stream, keeps, most = block_memory(c, workload)
     # FlexAttention keeps no mask of T x T. fp16 is mostly for GPUs that do not have it.
-    flex = step.compiled and step.dtype != torch.float16 and not c.dropout
-    mask = N * step.T * s if step.documents and step.device == "cuda" and not flex else 0
+    flex = workload.compiled and workload.dtype != torch.float16 and not c.dropout
+    mask = (
+        N * workload.T * s if workload.documents and workload.device == "cuda" and not flex else 0
+    )
     activations = mask + N * (L * keeps + stream + c.n_embd * s)  # the last norm's, the head's
 
     # With FSDP, ZeRO 1 to 3: the full weights, and buffers of the size of a block.
@@ -180,31 +182,31 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
 
     # DDP puts gradients into its buckets in the last micro-step. The gradients of the earlier
     # micro-steps are added up outside of them. On a CPU, gloo also holds the first step's buckets.
-    total = 4 * P / ranks * (2 if ddp and step.device == "cpu" else 1)
-    before = ddp * total + (step.accum > 1) * 4 * P / (ranks if zero >= 2 else 1)
+    total = 4 * P / ranks * (2 if ddp and workload.device == "cpu" else 1)
+    before = ddp * total + (workload.accum > 1) * 4 * P / (ranks if zero >= 2 else 1)
     # Whether the gradients of a micro-step have memory of their own until its end. If not, each is
     # added at once to those of earlier micro-steps, or written into DDP's buckets.
-    own = not ddp and (step.compiled_whole or step.accum == 1)
+    own = not ddp and (workload.compiled_whole or workload.accum == 1)
     own_block = own * 4 * block / ranks
     own_head = 4 * head if own or c.tie_embeddings or zero >= 2 else 0
     # wte's gradient. A tied head's is added to it, in up to three tensors.
     wte = 4
     if c.tie_embeddings:
-        wte = {(4, False): 12, (2, True): 10}.get((s, step.compiled_whole), 8)
+        wte = {(4, False): 12, (2, True): 10}.get((s, workload.compiled_whole), 8)
     last = before + L * own_block + own * 4 * (outside - head) + wte * head
     if zero:  # the gradients outside of the blocks are averaged after the full weights are freed
-        gone = full - weights if zero != 2 or step.accum == 1 else 0
+        gone = full - weights if zero != 2 or workload.accum == 1 else 0
         last = max(last, before + L * own_block + 4 * outside * (2 + 1 / ranks) - gone)
     # In fp32, Inductor computes a tied head's gradient from the logits at the end.
-    late = logits if step.compiled_whole and c.tie_embeddings and s == 4 else 0
+    late = logits if workload.compiled_whole and c.tie_embeddings and s == 4 else 0
     loss = max(s * head, 4 * head - logits)  # the head's gradient, in the dtype and then in fp32
-    if not step.compiled:  # rows in fp32; in fp16 all of them, three times
-        rows = min(N * V, max(V, loss_chunk(step.device))) * 16 // s
-        rows += logits if keeps_gradient(logits, step.device) else 0
-        loss = max(loss, 12 * N * V - logits if step.dtype == torch.float16 else rows)
+    if not workload.compiled:  # rows in fp32; in fp16 all of them, three times
+        rows = min(N * V, max(V, loss_chunk(workload.device))) * 16 // s
+        rows += logits if keeps_gradient(logits, workload.device) else 0
+        loss = max(loss, 12 * N * V - logits if workload.dtype == torch.float16 else rows)
 
     # when: weights, gradients, activations, logits, temporary
-    at_loss = full + cast * (head + block * (1 if step.recompute else L))
+    at_loss = full + cast * (head + block * (1 if workload.recompute else L))
     moments = {
         "at the loss": (at_loss, before, activations, logits, loss),
         "at the end of the backward pass": (full, last, 4 * c.n_embd * N, late, 0),
@@ -212,42 +214,48 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
     }
     for n in {1, max(1, L - 1), L}:  # the backward pass of n blocks is not over
         # ZeRO 3 holds this block, and the previous block, which is being gathered.
-        gathered = 4 * block * (1 + (n < L or step.recompute)) if zero == 3 else 0
-        there = full + gathered + cast * block * (1 if step.recompute else n)
+        gathered = 4 * block * (1 + (n < L or workload.recompute)) if zero == 3 else 0
+        there = full + gathered + cast * block * (1 if workload.recompute else n)
         gradients = before + own_head + own_block * (L - n) + block
         row = (there, gradients, mask + N * ((n - 1) * keeps + most), late, 0)
         moments[f"in the backward pass of block {n}"] = row
     when, sizes = max(moments.items(), key=lambda moment: sum(moment[1]))
-    return when, dict(zip(PARTS, (state, CUBLAS * (step.device == "cuda"), *sizes), strict=True))
+    return when, dict(
+        zip(PARTS, (state, CUBLAS * (workload.device == "cuda"), *sizes), strict=True)
+    )
 
 
-def overhead(model: GPT, peak: float, step: Step) -> dict[str, float]:
+def overhead(model: GPT, peak: float, workload: Workload) -> dict[str, float]:
     """Return part -> bytes that a device must have in addition to the `peak` of a step.
 
     The bytes of NCCL, and the fraction of a GPU's memory that is lost to fragmentation, are
     assumed, not measured.
     """
-    if step.device == "cpu":
+    if workload.device == "cpu":
         # Smaller tensors fill the memory of freed logits, so the next logits need new memory. (With
         # shards, large tensors have pages of their own: tune_malloc() of hardware/limits.py)
-        logits = step.B * step.T * model.config.padded_vocab_size * step.dtype.itemsize
-        gap = 0 if step.zero else logits * (1 + keeps_gradient(logits, step.device))
+        logits = workload.B * workload.T * model.config.padded_vocab_size * workload.dtype.itemsize
+        gap = 0 if workload.zero else logits * (1 + keeps_gradient(logits, workload.device))
         return {"Python and torch": 0.3e9, "gap in the heap": gap}
-    return {"CUDA context": CONTEXT, "fragmentation": 0.04 * peak, "NCCL": 0.7e9 * (step.world > 1)}
+    return {
+        "CUDA context": CONTEXT,
+        "fragmentation": 0.04 * peak,
+        "NCCL": 0.7e9 * (workload.world > 1),
+    }
 
 
-def bytes_needed(model: GPT, step: Step) -> float:
+def bytes_needed(model: GPT, workload: Workload) -> float:
     """Return the bytes that the device must have for a step."""
-    peak = sum(step_memory(model, step)[1].values())
-    return peak + sum(overhead(model, peak, step).values())
+    peak = sum(step_memory(model, workload)[1].values())
+    return peak + sum(overhead(model, peak, workload).values())
 
 
-def largest_batch(model: GPT, step: Step, capacity: float) -> int:
+def largest_batch(model: GPT, workload: Workload, capacity: float) -> int:
     """Return the largest number of sequences in a micro-step that fits into `capacity` bytes, or 0.
 
-    If those of `step` do not fit, a step needs several micro-steps, whose gradients add up.
+    If those of `workload` do not fit, a step needs several micro-steps, whose gradients add up.
     """
-    if bytes_needed(model, step) > capacity:
-        step = replace(step, accum=max(2, step.accum))
+    if bytes_needed(model, workload) > capacity:
+        workload = replace(workload, accum=max(2, workload.accum))
     sizes = range(1, 2**20)
-    return bisect_right(sizes, capacity, key=lambda B: bytes_needed(model, replace(step, B=B)))
+    return bisect_right(sizes, capacity, key=lambda B: bytes_needed(model, replace(workload, B=B)))

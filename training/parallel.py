@@ -104,7 +104,9 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
     machine.print0(f"compiled in {time.perf_counter() - start:.1f} s")
 
 
-def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: float) -> bool:
+def trial_fits(
+    forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: float
+) -> bool:
     """Return whether two micro-steps of this batch fit into the memory of all ranks, by a trial.
 
     state_bytes: of the optimizer, whose state exists from the second step on. With DDP, the ranks

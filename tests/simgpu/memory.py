@@ -15,7 +15,7 @@ from configurator import parse
 from hardware.machine import Machine
 from model import GPT, GPTConfig
 from tests.peak import measured_peak
-from training.memory import Step
+from training.memory import Workload
 from training.settings import TrainConfig, model_config
 
 REPO = Path(__file__).resolve().parents[2]
@@ -39,10 +39,10 @@ ALLOCATED = [  # config, vocabulary, B, dtype, what differs from an eager Step o
 ]  # fmt: skip
 
 
-def case(config: str, V: int, B: int, dtype: torch.dtype, more: dict) -> tuple[GPTConfig, Step]:
+def case(config: str, V: int, B: int, dtype: torch.dtype, more: dict) -> tuple[GPTConfig, Workload]:
     cfg = parse(TrainConfig, [str(REPO / "config" / f"{config}.py")])
     usual = dict(accum=2, compiled=False, optimizer=cfg.optimizer)
-    return model_config(cfg, V), Step(B, cfg.block_size, dtype=dtype, **usual | more)
+    return model_config(cfg, V), Workload(B, cfg.block_size, dtype=dtype, **usual | more)
 
 
 class AloneInDDP(torch.nn.parallel.DistributedDataParallel):
@@ -73,15 +73,15 @@ def main() -> None:
         setattr(torch.nn.init, scheme, lambda x, *args, **options: x)  # weights need no room here
     GPT.init_weights = lambda *args: None
     training.parallel.DistributedDataParallel = AloneInDDP
-    c, step = case(*ALLOCATED[int(sys.argv[1])][:-1])
+    c, workload = case(*ALLOCATED[int(sys.argv[1])][:-1])
     machine = None
-    if step.world > 1:
+    if workload.world > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        fake = dict(store=FakeStore(), rank=0, world_size=step.world)
+        fake = dict(store=FakeStore(), rank=0, world_size=workload.world)
         torch.distributed.init_process_group("fake", **fake)
-        machine = Machine(0, 0, step.world, torch.device("cuda"), step.dtype, "")
-    print("peak:", measured_peak(c, step, machine))
+        machine = Machine(0, 0, workload.world, torch.device("cuda"), workload.dtype, "")
+    print("peak:", measured_peak(c, workload, machine))
 
 
 if __name__ == "__main__":
