@@ -27,7 +27,8 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
 
     val_loss and train_eval_loss, on val.bin and train.bin, use documents=stream whatever the
     setting is, so that runs can be compared. val_document_loss is on val.bin with documents=pack:
-    each document is read alone. With loss_on=answers, each window has one conversation.
+    each document is read alone; there is none if val.bin is one document. With loss_on=answers,
+    each window has one conversation.
     Raises UserError if no answer would be evaluated.
     """
     T, loss_on = cfg.block_size, cfg.loss_on
@@ -35,15 +36,16 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
     documents: Documents = "pad" if loss_on == "answers" else "stream"
     kinds: dict[str, tuple[str, Documents]] = {
         "val_loss": ("val", documents),
-        "val_document_loss": ("val", "pack"),
         "train_eval_loss": ("train", documents),
     }
+    if any(data.meta["splits"]["val"]["documents"] > 1 for data in sets):
+        kinds["val_document_loss"] = ("val", "pack")
     windows = {
         key: [open_windows(d, split, T, documents=kind, loss_on=loss_on) for d in sets]
         for key, (split, kind) in kinds.items()
     }
-    for data, *both in zip(sets, windows["val_loss"], windows["val_document_loss"], strict=True):
-        for one in both:
+    for key in [key for key in windows if key.startswith("val")]:
+        for data, one in zip(sets, windows[key], strict=True):
             if not any(one.weights(start).any() for start in one.fixed_starts(cfg.eval_tokens)):
                 problem = f"no answer of {data.name} is in an evaluated window"
                 raise UserError(f"loss_on=answers: {problem}: raise block_size or --val_fraction")

@@ -172,9 +172,10 @@ class Report:
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
         ppl, bits_per_byte, units = perplexity_and_bits(record["val_loss"], float(token_bytes))
 
-        others = {"train": record["train_eval_loss"], "by document": record["val_document_loss"]}
+        others = {"train": "train_eval_loss", "by document": "val_document_loss"}
         # NaN: none of the tokens that were evaluated on train.bin counts.
-        parts = [f"{name} {loss:.4f}" for name, loss in others.items() if not math.isnan(loss)]
+        there = {name: record[key] for name, key in others.items() if key in record}
+        parts = [f"{name} {loss:.4f}" for name, loss in there.items() if not math.isnan(loss)]
         line = f"validation loss {record['val_loss']:.4f} ({', '.join(parts)}) | {units}"
         of_val = [key for key in record if key.startswith("val_loss/")]
         line += "".join(f" | {key.removeprefix('val_loss/')} {record[key]:.4f}" for key in of_val)
