@@ -1,13 +1,24 @@
-"""prepare.py --chat without --input: questions about Python's library."""
+"""prepare.py without --input: the documentation of Python's library, and questions about it."""
 
 from conftest import call
 from test_prepare import all_texts
 
 import prepare
-from text.docstrings import WORDINGS, conversations, docstring_sources
+from text.docstrings import WORDINGS, conversations, docstring_sources, documentation
+from text.shapes import record_text
 
 MODULE = '''
 """Common operations on pathnames, of which this is the module's own text."""
+raise SystemExit("imported")
+add_docstr(torch.abs, r"""
+abs(input) -> Tensor
+
+The absolute value of each element of the input.
+
+Example::
+
+    >>> abs(-1)
+""")
 
 def join(a, *p):
     """Join two or more pathname components,
@@ -15,6 +26,9 @@ def join(a, *p):
 
 def _private(a):
     """Nobody asks for a private function, so it is left out."""
+
+def short(a):
+    """Too short."""
 
 def table(a):
     """A list: what follows a colon is seldom a sentence on its own."""
@@ -25,6 +39,27 @@ class Path:
     def exists(self):
         """Return whether the path exists, which nobody asks for."""
 '''
+
+
+def test_module_documentation_is_found_without_importing():
+    module, torch_abs, _, *others = documentation(MODULE.encode(), "posixpath")
+    text = "Common operations on pathnames, of which this is the module's own text."
+    assert record_text(module)[0] == f"posixpath: {text}"
+    torch_text = "The absolute value of each element of the input."
+    assert record_text(torch_abs)[0] == f"torch.abs: {torch_text}"
+    assert [r["title"] for r in others] == ["_private", "table", "Path", "Path.exists"]
+
+
+def test_the_language_reference_becomes_sections_each_of_them_once():
+    chooses = 'The "if"\n********\n\nIt chooses exactly one of the suites in it.\n'
+    contains = "Statements\n**********\n\nCompound statements contain other statements.\n\n\n"
+    table = "A table\n=======\n\n+---+\n| a |\n+---+\n\n   if_stmt ::= 'if' ...\n\nSo it is.\n"
+    topics = {"if": chooses, "compound": contains + chooses, "table": table}
+    found = documentation(f"topics = {topics}".encode(), "pydoc_data.topics")
+    assert [record_text(r)[0] for r in found] == [
+        'The "if": It chooses exactly one of the suites in it.',
+        "Statements: Compound statements contain other statements.",
+    ]
 
 
 def test_each_function_is_asked_about_in_all_wordings_but_one():

@@ -11,7 +11,6 @@ import prepare
 from configurator import UserError
 from hardware.disk import Lock
 from text.dataset import load_tokenizer, open_dataset, open_split
-from text.docstrings import documentation
 from text.formats import Source, read_chunks
 from text.settings import PrepareConfig
 from text.shapes import record_text
@@ -166,33 +165,3 @@ def test_a_json_array_cut_off_anywhere_is_an_error(tmp_path):
         path.write_text(whole[:end])
         with pytest.raises(UserError, match="a.json: element"):
             list(read_chunks([Source.from_path(path, "json")], PrepareConfig(max_record_mb=1)))
-
-
-# -- the embedded corpus and the shared ones --
-
-
-def test_module_documentation_is_found_without_importing():
-    source = (
-        '"""What the module is for, and why one would take it."""\nraise SystemExit("imported")\n'
-        'class A:\n    def f(self):\n        """Return the answer to everything, which is 42."""\n'
-        'def short():\n    """Too short."""\n'
-        'add_docstr(torch.abs,\n    r"""\nabs(input) -> Tensor\n\n'
-        'The absolute value of each element of the input.\n\nExample::\n\n    >>> abs(-1)\n""")\n'
-    )
-    assert [record_text(r)[0] for r in documentation(source.encode(), "pkg.m")] == [
-        "pkg.m: What the module is for, and why one would take it.",
-        "A.f: Return the answer to everything, which is 42.",
-        "torch.abs: The absolute value of each element of the input.",
-    ]
-
-
-def test_the_language_reference_becomes_sections_each_of_them_once():
-    chooses = 'The "if"\n********\n\nIt chooses exactly one of the suites in it.\n'
-    contains = "Statements\n**********\n\nCompound statements contain other statements.\n\n\n"
-    table = "A table\n=======\n\n+---+\n| a |\n+---+\n\n   if_stmt ::= 'if' ...\n\nSo it is.\n"
-    topics = {"if": chooses, "compound": contains + chooses, "table": table}
-    found = documentation(f"topics = {topics}".encode(), "pydoc_data.topics")
-    assert [record_text(r)[0] for r in found] == [
-        'The "if": It chooses exactly one of the suites in it.',
-        "Statements: Compound statements contain other statements.",
-    ]

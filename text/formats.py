@@ -201,8 +201,7 @@ def read_json(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
     f = text_of(stream, cfg)
     window = f.read(WINDOW).lstrip()
     closing = "]" if window.startswith("[") else ""
-    window = window.removeprefix("[")
-    start = 0
+    start = len(closing)
     number = 1  # of the next element
     while True:
         start = next(BETWEEN_ELEMENTS.finditer(window, start)).end()
