@@ -78,6 +78,7 @@ def test_a_compressed_file_that_is_damaged_is_an_error(tmp_path, refuses, suffix
 
 QUOTED = [
     ('id\ttext\n1\t"I go.\n2\tYou stay."\n3\tShe\n', ['"I go.', 'You stay."', "She"]),
+    ('id\ttext\n1\t"I go.\n2\n3\tYou stay."\n', ['"I go.', None, 'You stay."']),
     ('id\ttext\n1\t"Yes," she said.\n2\tb\n', ['"Yes," she said.', "b"]),
     ('id\ttext\n1\t"Go!"\n2\tb\n3\t"And so\n', ['"Go!"', "b", '"And so']),
     ('a\ttext\n"x\ty"\n', ['y"']),

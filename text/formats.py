@@ -273,25 +273,30 @@ def has_csv_quotes(source: Source, cfg: PrepareConfig) -> bool:
     """Return whether the quotes in a table enclose fields, as in CSV, or are ordinary text.
 
     In a TSV, they enclose fields if one is doubled within a field, if the header is quoted, or if
-    csv can read the file and not every line by itself has as many tabs as the others.
+    the first and last lines of a row are not both rows by themselves.
     """
     if source.kind == "csv":
         return True
     lines: list[str] = []  # of the current row
-    tabs = set()  # of a line
+    header: set[int] = set()  # how many tabs its line has
+    is_quoted = has_rows_within = False
     with open(source.path, "rb") as raw:
         f = text_of(decompressed(raw, source.name), cfg, newline="")
         rows = csv.reader((lines.append(line) or line for line in f), "excel-tab", strict=True)
         try:
             for row in rows:
-                is_quoted_header = rows.line_num == 1 and lines[0].startswith('"')
-                if is_quoted_header or DOUBLED_QUOTE.search("".join(lines)):
+                if DOUBLED_QUOTE.search("".join(lines)):
                     return True
-                tabs |= {line.count("\t") for line in lines if row}
+                tabs = {lines[i].count("\t") for i in (0, -1)}
+                header = header or tabs
+                is_quoted |= rows.line_num == 1 and lines[0].startswith('"')
+                if row and (len(lines) > 1 or tabs != {len(row) - 1}):
+                    is_quoted |= tabs != header
+                    has_rows_within |= tabs == header
                 lines.clear()
         except csv.Error:
             return False
-    return len(tabs) > 1
+    return is_quoted and not has_rows_within
 
 
 TIME = re.compile("physical_type: INT96|logical_type: (Time|Date)")  # of a Parquet column
