@@ -83,8 +83,9 @@ from training.parallel import (
     trial_fits,
     wrap,
 )
-from training.plan import Progress, lr_at, momentum_at
+from training.plan import Progress
 from training.report import Report, first_records
+from training.schedule import lr_at, momentum_at
 from training.settings import TrainConfig, model_config, with_data
 
 

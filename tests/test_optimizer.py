@@ -14,7 +14,8 @@ from train import take_step
 from training import optimizer as optimizers
 from training.batches import Batch
 from training.optimizer import make_optimizer, orthogonalize
-from training.plan import Progress, momentum_at
+from training.plan import Progress
+from training.schedule import momentum_at
 from training.settings import TrainConfig
 
 NAMES = ("adamw", "muon", "adafactor")

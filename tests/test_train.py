@@ -44,7 +44,8 @@ from training.batches import read_ahead, to_batch
 from training.evaluate import evaluate, prompt_ids, write_text
 from training.huggingface import from_pretrained
 from training.parallel import compiler_errors, separate_cache
-from training.plan import MAX_DEVIATION, deviation, lr_at, make_plan
+from training.plan import MAX_DEVIATION, deviation, make_plan
+from training.schedule import lr_at
 from training.settings import TrainConfig, model_config
 
 

@@ -46,7 +46,8 @@ from text.windows import DataSet
 from training import checkpoint, startup
 from training.checkpoint import lock_run, newest_run, shared_files
 from training.metrics import read_metrics
-from training.plan import Progress, lr_at, make_plan
+from training.plan import Progress, make_plan
+from training.schedule import lr_at
 from training.settings import TrainConfig, model_config
 
 
