@@ -218,12 +218,13 @@ def copied(finished, tmp_path) -> Path:
 def evaluates(monkeypatch) -> Callable[[dict[int, float]], None]:
     """evaluates(losses) lets the evaluation of a step find losses[step], whatever the model is."""
 
+    report_evaluation = report.Report.evaluation
+
     def set_losses(losses: dict[int, float]) -> None:
         def evaluation(self, step, found, seconds):
             found = {key: [losses[step] for _ in of_sets] for key, of_sets in found.items()}
             return report_evaluation(self, step, found, seconds)
 
-        report_evaluation = report.Report.evaluation
         monkeypatch.setattr(report.Report, "evaluation", evaluation)
 
     return set_losses

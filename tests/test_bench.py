@@ -47,14 +47,16 @@ shutil.copytree("saved", "out")
 SHAPE = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=400)
 
 
-def peer_of(folder: Path, steps: int) -> Path:
-    """Write a peer whose weights were saved after so many steps."""
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory) -> str:
+    """The option that names a peer, whose weights were saved after 8 steps."""
+    folder = tmp_path_factory.mktemp("peer")
     model = GPT(GPTConfig(**PRESETS["gpt2"] | SHAPE))
-    (folder / "saved").mkdir(parents=True)
-    content = {"model": as_nanogpt(model), "model_args": SHAPE, "iter_num": steps}
+    (folder / "saved").mkdir()
+    content = {"model": as_nanogpt(model), "model_args": SHAPE, "iter_num": 8}
     torch.save(content, folder / "saved" / "ckpt.pt")
     (folder / "train.py").write_text(PEER)
-    return folder
+    return f"--nanogpt={folder}"
 
 
 def compared(data: Path, folder: Path, *options: str) -> dict:
@@ -63,8 +65,7 @@ def compared(data: Path, folder: Path, *options: str) -> dict:
 
 
 @pytest.mark.slow
-def test_training_is_compared_by_one_clock(tiny_data, tmp_path):
-    peer = f"--nanogpt={peer_of(tmp_path / 'peer', 8)}"
+def test_training_is_compared_by_one_clock(tiny_data, tmp_path, peer):
     facts = compared(tiny_data, tmp_path, peer, "--steps=9", "--warmup=2", "--rounds=1")
     ours, nanogpt = (facts["seconds"][name] for name in ("ours", "nanoGPT"))
     assert len(ours) == len(nanogpt) == 1 and min(nanogpt) > 0.03
@@ -72,12 +73,10 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_recipe_evaluates_the_final_weights_of_both(tiny_data, tmp_path):
-    options = ["--recipe=--max_iters=4", "--seeds", "3"]
-    peer = f"--nanogpt={peer_of(tmp_path / 'peer', 4)}"
-    facts = compared(tiny_data, tmp_path, *options, peer)
+def test_recipe_evaluates_the_final_weights_of_both(tiny_data, tmp_path, peer):
+    facts = compared(tiny_data, tmp_path, "--recipe=--max_iters=8", "--seeds", "3", peer)
     [nanogpt], [ours] = (facts["finishes"][name] for name in ("nanoGPT", "ours"))
-    assert facts["seeds"] == [3] and nanogpt["training"] == pytest.approx(4 * 0.02)
+    assert facts["seeds"] == [3] and nanogpt["training"] == pytest.approx(8 * 0.02)
     assert nanogpt["loss"] == pytest.approx(math.log(400), abs=0.05)
     assert ours["steps"] == 8 and ours["loss"] < 5.7
 

@@ -550,43 +550,35 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(trains):
     assert all(damage(path) for path in (run / "ckpt").glob("*_kept"))
 
 
-def measure(monkeypatch, *losses: float) -> Mock:
-    """Set the losses of the next evaluations."""
-    keys = ("val_loss", "val_document_loss", "train_eval_loss")
-    evaluate = Mock(side_effect=[dict.fromkeys(keys, [loss]) for loss in losses])
-    monkeypatch.setattr(train, "evaluate_all", evaluate)
-    return evaluate
-
-
 @pytest.mark.parametrize("every, steps", [(4, [8, 12, 16, 20]), (5, [8, 10, 15, 20])])
 def test_a_resumed_checkpoint_is_judged_by_a_new_measure(
-    copied, trains, capsys, monkeypatch, every, steps
+    copied, trains, capsys, evaluates, every, steps
 ):
     """It may be the best, for pruning, --which=best and the picture. Older losses do not count."""
-    losses = (2.0, 3.0, 4.0, 5.0)
-    measure(monkeypatch, *losses)
+    losses = dict(zip(steps, (2.0, 3.0, 4.0, 5.0), strict=True))
+    evaluates(losses)
     more = ["--init_from=resume", "--max_steps=20", "--keep=1", f"--eval_every={every}"]
     trains(*more, "--eval_tokens=64")
     new = {step: loss for step, loss in metrics(copied, "val_loss").items() if step >= 8}
-    assert new == dict(zip(steps, losses, strict=True)) and steps_in(copied) == ["08", "20"]
+    assert new == losses and steps_in(copied) == ["08", "20"]
     call(sample.main, f"--ckpt={copied}", "--which=best", "--max_new_tokens=1", "--device=cpu")
     assert "step_00000008, the best" in capsys.readouterr().err
     assert "at step 8" in read_run(copied, "steps", "loss").name
 
 
-def test_a_new_measure_is_recorded_once_and_forgotten_with_it(copied, trains, monkeypatch):
+def test_a_new_measure_is_recorded_once_and_forgotten_with_it(copied, trains, evaluates):
     """A resume from the same checkpoint judges it again; with the old measure, it is known."""
     old = metrics(copied, "val_loss")[8]
     for loss in (2.0, 1.0):
-        measure(monkeypatch, loss, 3.0)
+        evaluates({8: loss, 12: 3.0})
         trains("--init_from=resume", "--max_steps=12", "--eval_tokens=64")
         records = [r for r in read_metrics(copied / "metrics.jsonl") if r["step"] == 8]
         assert [r["val_loss"] for r in records if "val_loss" in r] == [old, loss]
         shutil.rmtree(saved(copied))
-    evaluations = measure(monkeypatch, old + 1)
+    evaluates({12: old + 1})
     trains("--init_from=resume", "--max_steps=12")
     state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
-    assert evaluations.call_count == 1 and metrics(copied, "val_loss")[8] == old
+    assert metrics(copied, "val_loss")[8] == old
     assert (state["best_step"], state["best_val_loss"]) == (8, old)
 
 
