@@ -36,7 +36,8 @@ class Look(Kernels):
 
 run, *chosen = sys.argv[1:]
 folder = newest_checkpoint(Path(run) / "ckpt")
-assert folder, f"{run} has no checkpoint"
+if folder is None:
+    sys.exit(f"error: {run} has no checkpoint: run stop 3 of docs/evening.md first")
 model = from_pretrained(folder).eval().use(Look())
 ids = load_tokenizer(folder).encode(TEXT)[: model.config.block_size]
 with torch.no_grad():
