@@ -16,14 +16,9 @@ import train
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("bench/**/*.md")]
 
 
-def without_blocks(text: str) -> str:
-    """Return a text without its blocks of code."""
-    return re.sub(r"(?ms)^```.*?^```", "", text)
-
-
 def prose(page: Path) -> str:
     """Return the page without its blocks of code."""
-    return without_blocks(page.read_text(encoding="utf-8"))
+    return re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:
@@ -45,14 +40,12 @@ def test_every_link_leads_somewhere(page):
 
 
 def outline(page: Path) -> tuple[list[int], set[str]]:
-    """Return (levels of the headings, commands and options in blocks of code).
-
-    What a page has of its own, between <!-- own --> and <!-- end -->, is left out.
-    """
-    text = re.sub(r"(?s)<!-- own -->.*?<!-- end -->", "", page.read_text(encoding="utf-8"))
-    levels = [len(marks) for marks in re.findall(r"(?m)^(#+) ", without_blocks(text))]
-    blocks = re.findall(r"(?ms)^```\w*\n(.*?)^```", text)
-    blocks += re.findall(r"(?m)^ {4}(.+)$", without_blocks(text))
+    """Return (levels of the headings, commands and options in blocks of code)."""
+    text = page.read_text(encoding="utf-8")
+    levels = [len(marks) for marks in re.findall(r"(?m)^(#+) ", prose(page))]
+    blocks = re.findall(r"(?ms)^```\w*\n(.*?)^```", text) + re.findall(
+        r"(?m)^ {4}(.+)$", prose(page)
+    )
     commands = r"(?m)(?:^|(?<=\s))(--[a-z_]+|[\w/]+\.(?:py|sh)|torchrun|make \w+)"
     return levels, set(re.findall(commands, "\n".join(blocks)))
 
