@@ -71,7 +71,13 @@ from training.checkpoint import (
     set_newer_aside,
     shared_files,
 )
-from training.evaluate import evaluate_all, evaluation_windows, prompt_ids, write_text
+from training.evaluate import (
+    evaluate_all,
+    evaluation_windows,
+    prompt_ids,
+    sample_length,
+    write_text,
+)
 from training.huggingface import from_pretrained
 from training.memory import Workload, optimizer_memory
 from training.optimizer import make_optimizer
@@ -95,7 +101,6 @@ def main() -> None:
 
     # ---- This process: its device and dtype, and the other ranks of the run.
     machine = start(cfg.device, cfg.dtype, trim_heap=cfg.shard != "none")
-    print0 = machine.print0
 
     # ---- Rank 0 locks the folder of the run, and decides what the run starts from (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. Then it broadcasts this.
@@ -119,8 +124,7 @@ def main() -> None:
     loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, cfg.loss_on)
     evaluated = evaluation_windows(sets, cfg)
     cfg, prompt = prompt_ids(cfg, sets, tokenizer)
-    val = sets[0].meta["splits"]["val"]
-    length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: about 200 bytes
+    length = sample_length(sets)
 
     # ---- Model: initialised, or read from a checkpoint of this run, or to be fine-tuned.
     saved = None
@@ -150,38 +154,37 @@ def main() -> None:
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
-    kind = machine.device.type
-    workload = Workload(1, T, dtype=machine.dtype, device=kind, world=machine.world)
-    is_auto = cfg.batch_size == "auto"
+    workload = Workload(1, T, dtype=machine.dtype, device=machine.device.type, world=machine.world)
+    # batch_size=auto is tried below. There is no trial if weights are sharded: the other ranks
+    # would wait for one that runs out of memory.
+    tries = cfg.batch_size == "auto" and not is_sharded_run(cfg, machine)
     saved_batch_size = saved.settings["batch_size"] if saved else 0
     cfg, plan, workload = plan_run(
         cfg, model, workload, epoch_tokens, capacity, progress, saved_batch_size
     )
     check_capacity(model, workload, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    print0(banner(cfg, sets, loader, machine, plan, model, workload))
-    print0(row("       peak: ", source))
-    all_peak = peak * machine.world if peak else None  # TFLOPS of all devices together
+    machine.print0(banner(cfg, sets, loader, machine, plan, model, workload))
+    machine.print0(row("       peak: ", source))
     flops = model.flops_per_token(T)
     if note := pace_note(plan.step_tokens / machine.world * flops, peak):
-        print0(note)
+        machine.print0(note)
     if saved:
-        print0(startup.summary(init_path, saved, cfg, sets, progress, code))
-        if plan.steps == progress.step:
-            print0("nothing is left to do: raise max_steps, max_epochs or max_tokens")
+        machine.print0(startup.summary(init_path, saved, cfg, sets, progress, code))
+    if plan.steps == progress.step:
+        machine.print0("nothing is left to do: raise max_steps, max_epochs or max_tokens")
     progress.code = code
 
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
     model.use(pick_kernels(machine.device, workload.compiled))
     forward = wrap(cfg, model, machine, workload.compiled)
-    # batch_size=auto: run two micro-steps as a trial, and halve the batch until they fit. There is
-    # no trial if weights are sharded: the other ranks would wait for one that runs out of memory.
+    # batch_size=auto: run two micro-steps as a trial, and halve the batch until they fit.
     state_bytes, _ = optimizer_memory(model, workload)
-    tries = is_auto and not is_sharded_run(cfg, machine)
     batch = first_batch(loader, plan, machine)
     while tries and not trial_fits(forward, batch, machine, state_bytes):
         cfg, plan, workload = halve_batch(cfg, plan, workload, progress)
-        print0(f"note: out of memory: now batch_size={plan.batch_size}, {plan.accum} micro-steps")
+        sizes = f"batch_size={plan.batch_size}, {plan.accum} micro-steps"
+        machine.print0(f"note: out of memory: now {sizes}")
         batch = first_batch(loader, plan, machine)
     if workload.compiled:
         with memory_advice(plan.memory_hint(T)):
@@ -189,7 +192,7 @@ def main() -> None:
 
     # ---- Optimizer, and the scaler of fp16 gradients, which does nothing in other dtypes.
     optimizer = make_optimizer(cfg, machine, model)
-    scaler = torch.amp.GradScaler(kind, enabled=machine.dtype == torch.float16)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
     if saved:
         load_optimizer(optimizer, scaler, saved.state)
 
@@ -212,18 +215,18 @@ def main() -> None:
     # iteration, at the end of the run or after too many bad steps, stops before that. A signal ends
     # the loop at any point, and the weights of the last complete step are saved.
     clock = Clock(machine, progress.step)
-    data_position = progress.samples - progress.data_begun
-    start_step = progress.step
     stopped = False
     with (
         stop_signals(machine.signals),
         memory_advice(plan.memory_hint(T)),
         closing(report),
         closing(saver),
-        closing(read_ahead(loader, data_position, plan.batch_size, machine, clock)) as batches,
+        closing(
+            read_ahead(loader, progress.data_position, plan.batch_size, machine, clock)
+        ) as batches,
     ):
         try:
-            for step in range(start_step, plan.steps + 1):
+            for step in range(plan.start_step, plan.steps + 1):
                 # ---- Saving, evaluating, sampling, with the clock stopped.
                 at_end = step == plan.steps
                 last = at_end or progress.gives_up()
@@ -237,9 +240,8 @@ def main() -> None:
                 if evaluates:
                     with clock.paused():
                         began = time.perf_counter()
-                        losses = evaluate_all(
-                            forward, evaluated, cfg, plan.batch_size, machine, tokenizer.eos_id
-                        )
+                        B, eos_id = plan.batch_size, tokenizer.eos_id
+                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
                         val_loss = report.evaluation(step, losses, time.perf_counter() - began)
                         progress.add_evaluation(val_loss)
                         if step == progress.best_step:
@@ -277,8 +279,8 @@ def main() -> None:
                 report.outcome(outcome, loss, grad_norm, scaler)
                 to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
                 if to_log and outcome in ("taken", "no target"):
-                    report.step(loss, lr, grad_norm, flops, all_peak, clock)
-                if step == start_step:
+                    report.step(loss, lr, grad_norm, flops, peak, clock)
+                if step == plan.start_step:
                     gc.collect()
                     gc.freeze()  # these objects will stay: the collector can skip them
                     clock.restart(progress.step)  # after a resume, this step has warmed up

@@ -91,6 +91,12 @@ def prompt_ids(
     return cfg, ids or [tokenizer.eos_id]
 
 
+def sample_length(sets: list[DataSet]) -> int:
+    """Return the number of tokens of a sample: those of about 200 bytes of text."""
+    val = sets[0].meta["splits"]["val"]
+    return math.ceil(200 * val["tokens"] / val["bytes"])
+
+
 def note_unknown(prompt: str, tokenizer: Tokenizer) -> None:
     """Print a note if the tokenizer has no token for some characters of a prompt."""
     if tokenizer.unk_id in tokenizer.encode(prompt):

@@ -75,6 +75,11 @@ class Progress:
     bad_in_a_row: int = 0  # bad steps in a row, up to the last step
     code: str = ""  # SHA-256 of the .py files that trained it, as code_sha256() gives it
 
+    @property
+    def data_position(self) -> int:
+        """The windows read of the present data."""
+        return self.samples - self.data_begun
+
     @classmethod
     def from_state(cls, training: dict[str, Any]) -> "Progress":
         """Return the progress stored in train_state.pt.

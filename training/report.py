@@ -112,8 +112,8 @@ class Report:
     ) -> None:
         """Report the last step, with the speed since the last log line.
 
-        loss: NaN if the step had no target. flops: FLOPs per token. peak: TFLOPS of all devices
-        together; None if unknown.
+        loss: NaN if the step had no target. flops: FLOPs per token. peak: TFLOPS of a device; None
+        if unknown.
         """
         step, plan = self.progress.step, self.plan
         record = {"step": step, "loss": loss, "grad_norm": grad_norm}
@@ -123,7 +123,7 @@ class Report:
         if clock.step == 0 or clock.step > plan.start_step:  # the first after a resume is a warm-up
             step_s = clock.seconds() / (step - clock.step)
             rate = plan.step_tokens / step_s
-            mfu = rate * flops / 1e12 / peak if peak else None
+            mfu = rate * flops / 1e12 / (peak * self.machine.world) if peak else None
             if mfu and mfu > 0.9 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
                 mfu = None  # other programs slowed down the measurement of the peak
             record |= {
