@@ -28,18 +28,14 @@ def plan_run(
     trial = make_plan(replace(cfg, batch_size=1), workload.world, epoch_tokens, progress)
     flops = model.flops_per_token(cfg.block_size) * trial.tokens_at(trial.steps)
     # Two micro-steps: accumulation needs more memory than one micro-step does.
-    workload = replace(
-        workload.with_cfg(cfg), accum=2, compiled=wants_compile(cfg, workload.device, flops)
-    )
+    compiled = wants_compile(cfg, workload.device, flops)
+    workload = replace(workload.with_cfg(cfg), accum=2, compiled=compiled)
     if cfg.batch_size == "auto":
         most = largest_batch(model, workload, capacity)
         if workload.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
             most = min(most, max(1, 8192 // workload.T))
-        B = (
-            saved_batch_size
-            if 0 < saved_batch_size <= most
-            else best_batch(most, cfg, workload.world)
-        )
+        keeps = 0 < saved_batch_size <= most
+        B = saved_batch_size if keeps else best_batch(most, cfg, workload.world)
         cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, workload.world, epoch_tokens, progress)
     return cfg, plan, replace(workload, B=plan.batch_size, accum=plan.accum)
