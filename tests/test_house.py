@@ -23,7 +23,7 @@ import train
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE.add(tokenize.ENDMARKER)
 CEILING = 7_900  # lines of code of the product: all but bench/, tests/ and config/
-CEILING_OF_A_RUN = 5_300  # lines of ours that a training on a CPU loads
+CEILING_OF_A_RUN = 5_500  # lines of ours that a training on a CPU loads
 for_maintainers = pytest.mark.skipif("CI" not in os.environ, reason="set CI to check the ceilings")
 
 
