@@ -20,13 +20,11 @@ are counted in steps. A *bad step* has a loss or gradient that is not finite; it
 as they are. A *window* is T + 1 tokens: T inputs, each with the token that follows as its target.
 """
 
-# Read main() first: it is the whole run, in order. After it comes take_step(), one update of the
-# weights.
+# Read main() first: it is the whole run, in order. Then take_step(), one update of the weights.
 
 import gc
 import math
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -37,10 +35,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is loaded, until run()
 
 import torch
-import torch.distributed as dist
 
 from configurator import UserError, given_settings, row, run
-from hardware.disk import Lock
 from hardware.kernels import pick_kernels
 from hardware.limits import memory_advice, memory_capacity
 from hardware.machine import (
@@ -65,7 +61,6 @@ from training.checkpoint import (
     Saver,
     load_optimizer,
     lock_run,
-    newest_checkpoint,
     read_state,
     replace_run,
     set_newer_aside,
@@ -93,6 +88,7 @@ from training.plan import Progress
 from training.report import Report, first_records
 from training.schedule import lr_at, momentum_at
 from training.settings import TrainConfig, model_config, with_data
+from training.shutdown import end_run
 
 
 def main() -> None:
@@ -270,8 +266,7 @@ def main() -> None:
                 numbers = take_step(
                     forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
                 )
-                # The only wait for the device in a step without a log line, evaluation or save. It
-                # does not wait for the update of the weights.
+                # The step's only wait for the device: for these numbers, not for the update.
                 loss, grad_norm, signalled = numbers.wait()
 
                 # ---- Reporting it.
@@ -403,39 +398,6 @@ def update(
     # a large scale; unscale_() has divided the gradients by it again. Where they were not finite,
     # the scale is lowered here; after many good steps, it is raised.
     scaler.update()
-
-
-def end_run(
-    machine: Machine, saver: Saver, progress: Progress, lock: Lock | None, stopped: bool
-) -> None:
-    """End the run after its last checkpoint: release its folder, and say how to continue it.
-
-    Exits with 128 + number after a signal. Raises UserError if a checkpoint is missing, or if too
-    many steps in a row were bad.
-    """
-    machine.gather(None)  # no rank ends before the last checkpoint is on the disk
-    newest = newest_checkpoint(saver.folder) if machine.is_main else None
-    if newest:
-        machine.print0(f"checkpoint: {newest}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if lock:
-        lock.release()
-    goes_on = "nothing was saved yet"
-    if newest:
-        name = saver.folder.parent.name
-        goes_on = f"--run_name={name} --init_from=resume continues from {newest}"
-    if problem := "; ".join(filter(None, (saver.lost, saver.failed))):
-        raise UserError(f"{problem}; {goes_on}")
-    if progress.gives_up():
-        problem = f"{progress.bad_in_a_row} steps in a row without a finite loss and gradient"
-        advice = "lower lr, try dtype=float32, or read the texts of these steps; if the weights are"
-        advice += " already damaged, move the newest checkpoints away"
-        raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
-    if stopped:
-        machine.print0(f"stopped by a signal after step {progress.step}: {goes_on}")
-        # If the list is empty, another rank has caught the signal.
-        sys.exit(128 + (machine.signals or [signal.SIGTERM])[-1])
 
 
 if __name__ == "__main__":
