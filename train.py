@@ -154,10 +154,8 @@ def main() -> None:
     # batch_size=auto is tried below. There is no trial if weights are sharded: the other ranks
     # would wait for one that runs out of memory.
     tries = cfg.batch_size == "auto" and not is_sharded_run(cfg, machine)
-    saved_batch_size = saved.settings["batch_size"] if saved else 0
-    cfg, plan, workload = plan_run(
-        cfg, model, workload, epoch_tokens, capacity, progress, saved_batch_size
-    )
+    saved_B = saved.settings["batch_size"] if saved else 0
+    cfg, plan, workload = plan_run(cfg, model, workload, epoch_tokens, capacity, progress, saved_B)
     check_capacity(model, workload, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     machine.print0(banner(cfg, sets, loader, machine, plan, model, workload))
@@ -211,15 +209,14 @@ def main() -> None:
     # iteration, at the end of the run or after too many bad steps, stops before that. A signal ends
     # the loop at any point, and the weights of the last complete step are saved.
     clock = Clock(machine, progress.step)
+    B, eos_id = plan.batch_size, tokenizer.eos_id
     stopped = False
     with (
         stop_signals(machine.signals),
         memory_advice(plan.memory_hint(T)),
         closing(report),
         closing(saver),
-        closing(
-            read_ahead(loader, progress.data_position, plan.batch_size, machine, clock)
-        ) as batches,
+        closing(read_ahead(loader, progress.data_position, B, machine, clock)) as batches,
     ):
         try:
             for step in range(plan.start_step, plan.steps + 1):
@@ -236,7 +233,6 @@ def main() -> None:
                 if evaluates:
                     with clock.paused():
                         began = time.perf_counter()
-                        B, eos_id = plan.batch_size, tokenizer.eos_id
                         losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
                         val_loss = report.evaluation(step, losses, time.perf_counter() - began)
                         progress.add_evaluation(val_loss)
