@@ -1,4 +1,4 @@
-"""A GPT in one file: architecture, initialisation and accounting.
+"""A GPT in one file: architecture, initialisation, and the numbers of parameters and FLOPs.
 
 A GPT reads a sequence of token ids. At each position it predicts which token comes next.
 
@@ -17,7 +17,7 @@ A GPT reads a sequence of token ids. At each position it predicts which token co
     norm_f -> lm_head                  logits (B, T, V): a score for each token of the vocabulary
 
 Shapes are written with these letters: B sequences in a batch, T tokens in a sequence, C = n_embd,
-nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
+nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size. PRESETS has four architectures:
 
              positions   norm        mlp      biases   lm_head    in Hugging Face
     gpt2     learned     LayerNorm   GELU     yes      is wte     GPT2LMHeadModel
@@ -293,8 +293,9 @@ class GPT(nn.Module):
         The loss is the cross-entropy -ln p(target) in nats, the mean or sum over the positions.
         weights: (B, T), by which the loss of each position is multiplied. The mean is then over all
         positions, those that are ignored included.
-        eos_id: keep documents apart. The eos that ends a document counts as the first token of the
-        next one. Each token attends only to its own document, and positions are counted within it.
+        eos_id: keep documents apart. The eos is the token that ends a document; it counts as the
+        first token of the next one. Each token attends only to its own document, and positions are
+        counted within it.
         cache: of text generation. It holds the tokens before idx, and those of idx are added.
         """
         T = idx.size(1)
@@ -367,7 +368,7 @@ class GPT(nn.Module):
                 else:
                     weight.normal_(0.0, std)
 
-    # -- accounting: one definition for train.py, bench/ and tests/ --
+    # -- parameters and FLOPs: one definition for train.py, plan.py, bench/ and tests/ --
 
     def param_groups(self, weight_decay: float) -> list[dict]:
         """Return the parameters in groups for an optimizer. All but vectors have weight decay.
@@ -506,7 +507,8 @@ class Kernels:
 
         starts: position at which the document of each token starts, (B, T). Two tokens of a
         sequence are in one document if these numbers are equal. The mask, (B, 1, T, T), is 0 where
-        a query sees a key and -inf elsewhere. It is made once for all layers. dtype: of queries.
+        a query sees a key and -inf elsewhere. It is made once for all layers. dtype: of
+        queries. gpt: the model, which subclasses look at.
         """
         seen = (starts[:, None, :, None] == starts[:, None, None, :]).tril()
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)

@@ -110,7 +110,7 @@ def main() -> None:
         recorded = startup.recorded_results(init_path, folder)
         cfg = replace(with_data(cfg), resume="no")  # init_path is the decision
     cfg, init_path, recorded = machine.broadcast((cfg, init_path, recorded))
-    resumes = "saved" in recorded
+    resumes = "saved" in recorded  # init_path is a checkpoint of this run
 
     # ---- Data: memory maps of the token files, and the windows to read from them. One process on
     # each computer verifies the files.
@@ -148,7 +148,8 @@ def main() -> None:
     machine.require_same(startup.facts_of_rank(machine, code, sets, init_path))
     capacity = min(machine.gather(memory_capacity(machine.device)))
 
-    # ---- Plan: batch size, accumulation, number of steps; whether to compile.
+    # ---- Plan: batch size, accumulation, number of steps; whether to compile. The workload is what
+    # the memory of a step is predicted from.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
     workload = Workload(1, T, dtype=machine.dtype, device=machine.device.type, world=machine.world)
     # batch_size=auto is tried below. There is no trial if weights are sharded: the other ranks
@@ -306,7 +307,7 @@ def take_step(
     three numbers alone, while the device still updates the weights.
 
     model: the result of wrap(): a GPT, which may be compiled, and wrapped in DDP or Shards. scaler:
-    scales the gradients of fp16, see below; else it does nothing. grad_clip: the largest norm of
+    scales the gradients of fp16, see update(); else it does nothing. grad_clip: the largest norm of
     the gradient; 0: no clipping. A step whose loss or gradient is not finite leaves the weights
     unchanged, as does one without a target: its loss is NaN, its gradient 0.
     """
@@ -346,10 +347,10 @@ def weight_gradients(
 ) -> torch.Tensor:
     """Make the gradients those of a weighted mean. Return the factor from the plain mean to it.
 
-    The loss is sum(w l) / sum(w) over all ranks. The gradient so far is that of sum(w l) / n, with
-    n positions on all ranks, since DDP has averaged it. Multiply it by n / sum(w), which is one
-    over the mean of mean_weight. If no target counts in this step, the loss is 0 / 0, which is NaN,
-    and the gradient is 0: update() skips the step.
+    The loss is sum(w l) / sum(w) over the n positions of all ranks: l is the loss of a position, w
+    its weight. The gradient so far is that of sum(w l) / n, since DDP has averaged it over the
+    ranks. Multiply it by n / sum(w), which is one over the mean of mean_weight. If no target counts
+    in this step, the loss is 0 / 0, which is NaN, and the gradient is 0: update() skips the step.
     """
     factor = machine.world / all_sum(mean_weight)
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
@@ -383,7 +384,7 @@ def update(
 ) -> None:
     """Update the weights, unless one of the numbers, loss and norm among them, is not finite."""
     if optimizer.defaults.get("fused"):
-        # torch's fused optimizers skip the step if this flag, which GradScaler also uses, is 1. The
+        # A fused AdamW, and Muon, skip the step if this flag, which GradScaler also uses, is 1. The
         # device reads it, so the host does not have to wait for the loss.
         # pyrefly: ignore[missing-attribute]
         optimizer.found_inf = 1.0 - numbers.on_device.isfinite().all().float()

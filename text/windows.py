@@ -4,8 +4,8 @@ Window number 0, 1, ... of a run depends only on the seed, the data sets and the
 block_size and `documents`. So a checkpoint stores one number: how many windows were read. A resumed
 run starts at the right window at once, and each rank finds its own windows of a step.
 
-The documents of a data set stand one after the other, each followed by an eos. The setting
-`documents` says what a window is, and what a token may see:
+The documents of a data set stand one after the other, each followed by an eos, the token that ends
+a text. The setting `documents` says what a window is, and what a token may see:
 
     stream  a window starts and ends anywhere, and a token sees all tokens before it in the window
     mask    the same windows, but a token only sees those of its own document
@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+# The values of the settings documents, loss_per and loss_on (training/settings.py).
 Documents = Literal["stream", "mask", "pack", "pad"]
 LossPer = Literal["token", "document"]
 LossOn = Literal["all", "answers"]
@@ -61,6 +62,8 @@ class Rows(NamedTuple):
 
 class Windows:
     """An endless sequence of windows over one split: T + 1 tokens each, and T tokens apart.
+
+    A split is train.bin or val.bin, as one array of token ids.
 
     The first T tokens of a window are the inputs. The last T are the targets: the token after each
     input.
@@ -130,7 +133,7 @@ class PackedWindows(Windows):
     Each epoch visits them in another order. Here `start` is the number of a window in the plan, not
     the position of a token: with an offset of 0 and a spacing of 1, Windows.start() returns that.
 
-    plan: see packed(). eos_id: the token that starts a document.
+    plan: what packed() of packing.py returns. eos_id: the token that starts a document.
     """
 
     def __init__(self, *args: Any, plan: tuple[np.ndarray, np.ndarray], eos_id: int):

@@ -18,7 +18,7 @@ def plan_run(
     progress: Progress | None = None,
     saved_batch_size: int = 0,
 ) -> tuple[TrainConfig, Plan, Workload]:
-    """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
+    """Return the settings with a number for batch_size=auto, the plan, and the workload of it.
 
     workload: only its T, dtype, device and world are used. capacity: bytes of memory for a step on
     each device. progress: of a resumed run. saved_batch_size: of its checkpoint; auto keeps this
@@ -65,7 +65,7 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
 def halve_batch(
     cfg: TrainConfig, plan: Plan, workload: Workload, progress: Progress
 ) -> tuple[TrainConfig, Plan, Workload]:
-    """Return the settings, the plan and the size of a step with half the batch_size or less.
+    """Return the settings, the plan and the workload with half the batch_size or less.
 
     Raises UserError if it is 1 already.
     """

@@ -38,7 +38,7 @@ def to_host(rows: Rows, device: torch.device) -> Batch:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Start to copy a batch of to_host() to the device."""
     x, y = batch.x.to(device, non_blocking=True), batch.y.to(device, non_blocking=True)
-    if batch.weights is None:
+    if batch.weights is None:  # then there is no padding
         return Batch(x, y, None, batch.eos_id)
     weights = batch.weights.to(device, non_blocking=True)
     # As an input, padding is token 0. As a target, it is ignored.
@@ -51,7 +51,7 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
 
 
 def first_batch(loader: Loader, plan: Plan, machine: Machine) -> Batch:
-    """Return a batch of the run's first windows, for a trial step."""
+    """Return a batch of the run's first windows, to try out the memory and to compile."""
     return to_batch(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
 
 

@@ -79,7 +79,7 @@ class Workload:
     recompute: bool = False
 
     def with_cfg(self, cfg: TrainConfig) -> "Workload":
-        """Return this step with the values of the settings."""
+        """Return this workload with the values of the settings."""
         workload = replace(self, optimizer=cfg.optimizer, shard=cfg.shard)
         documents = cfg.documents in ("mask", "pack")
         return replace(workload, recompute=cfg.recompute == "blocks", documents=documents)

@@ -15,7 +15,7 @@ def lr_at(step: float, steps: float, cfg: TrainConfig) -> float:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":
         return cfg.lr
-    start = warmup  # step of the decay
+    start = warmup  # the step from which the rate falls
     if cfg.schedule == "wsd":
         start = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
     # t goes from 0 to 1 over the decay, if that has two steps or more. It is 1 at the last step,
@@ -29,7 +29,7 @@ def momentum_at(step: float, steps: float, cfg: TrainConfig) -> float:
     """Return Muon's momentum at step 0 ... steps - 1. Both arguments are of Plan.position().
 
     At the start of a run the gradient changes fast, and a mean over fewer steps follows it better.
-    In the first tenth the momentum grows linearly from 0.85, as in the records of the 124M speedrun
+    In the first tenth the momentum grows linearly from 0.85, as in the records of modded-nanogpt
     of October 2024.
     """
     t = min(1.0, step / (0.1 * steps))

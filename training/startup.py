@@ -2,12 +2,15 @@
 
 In the order in which train.py calls them:
 
-    settings_of_run   return the settings; a resumed run has those of its newest checkpoint
-    find_start        find the checkpoint or model folder that the run starts from
-    check_fits        compare a checkpoint with the settings and the data of today
-    model_to_tune     open the model of another run or program, and adapt it
+    settings_of_run    return the settings; a resumed run has those of its newest checkpoint
+    find_start         find the checkpoint or model folder that the run starts from
+    recorded_results   return what is known already of the weights that it starts from
+    check_fits         compare a checkpoint with the settings and the data of today
+    progress_of        return the counters of a checkpoint
+    model_to_tune      open the model of another run or program, and adapt it
+    facts_of_rank      return what must be the same on all ranks
 
-Each raises UserError if something is missing or does not fit.
+They raise UserError if something is missing or does not fit.
 """
 
 import math
@@ -163,8 +166,8 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
 def recorded_results(init_path: Path | None, folder: Path) -> dict[str, Any]:
     """Return the recorded results of the weights that the run in `folder` starts from.
 
-    They contain "saved" if the weights are a checkpoint of this run, and "evaluates" if these
-    weights must be evaluated now, or must not.
+    They contain "saved" if the weights are a checkpoint of this run; "evaluates" if these weights
+    must be evaluated now (True) or must not (False); and "sample" if they must write no text now.
     """
     if init_path is None or init_path.parent != folder / "ckpt":
         return {"evaluates": False, "sample": ""}
