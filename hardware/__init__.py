@@ -1,1 +1,1 @@
-"""The computer: its processes and devices, the peaks of GPUs, fast kernels, and the disk."""
+"""The computer: processes and devices, their limits and peaks, fast kernels, terminal and disk."""

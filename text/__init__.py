@@ -1,1 +1,1 @@
-"""From corpora to batches: documents are read, cleaned, encoded, merged and read in windows."""
+"""From corpora to windows of tokens: documents are read, encoded, and arranged in windows."""

@@ -1,1 +1,1 @@
-"""The parts of a training run: plan, step, evaluation, checkpoints and reports."""
+"""The parts of a training run: start, plan, batches, optimizer, evaluation, records, saves."""

@@ -197,8 +197,7 @@ def write_text(
             machine.stop_if_asked()
     finally:
         model.train()
-    # The second ends an answer. Its name is not imported, since the loop needs no text/tokenizer.
-    ends = {tokenizer.eos_id, tokenizer.special_id("<|im_end|>")}
+    ends = {tokenizer.eos_id, tokenizer.special_id(IM_END)}  # the second ends an answer
     ids = itertools.takewhile(lambda token: token not in ends, torch.cat(tokens).tolist())
     text = b"".join(map(tokenizer.token_bytes, ids))
     # This decoder drops the last character if its bytes are incomplete.

@@ -142,8 +142,8 @@ class Report:
     def seconds_left(self, step: int, step_s: float) -> float:
         """Return the predicted seconds to the end of the run, with evaluations and without saves.
 
-        Each evaluation is predicted to take as long as the last one. The first one has three
-        losses, and its forward passes take a third of the time of training. The evaluation of this
+        Each evaluation is predicted to take as long as the last one. The first one has three losses
+        at most, and its forward passes take a third of the time of training. The evaluation of this
         step itself is included. step_s: seconds of a step.
         """
         eval_s = self.eval_s

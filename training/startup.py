@@ -121,7 +121,7 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Its start
+# What it starts from
 
 
 def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
