@@ -293,9 +293,8 @@ class GPT(nn.Module):
         The loss is the cross-entropy -ln p(target) in nats, the mean or sum over the positions.
         weights: (B, T), by which the loss of each position is multiplied. The mean is then over all
         positions, those that are ignored included.
-        eos_id: keep documents apart. The eos is the token that ends a document; it counts as the
-        first token of the next one. Each token attends only to its own document, and positions are
-        counted within it.
+        eos_id: keep documents apart. The eos, which ends a document, counts as the first token of
+        the next. Each token attends only to its own document, in which positions are counted.
         cache: of text generation. It holds the tokens before idx, and those of idx are added.
         """
         T = idx.size(1)

@@ -148,8 +148,7 @@ def main() -> None:
     machine.require_same(startup.facts_of_rank(machine, code, sets, init_path))
     capacity = min(machine.gather(memory_capacity(machine.device)))
 
-    # ---- Plan: batch size, accumulation, number of steps; whether to compile. The workload is what
-    # the memory of a step is predicted from.
+    # ---- Plan: batch size, accumulation, steps, compile; workload: from it, memory is predicted.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
     workload = Workload(1, T, dtype=machine.dtype, device=machine.device.type, world=machine.world)
     # batch_size=auto is tried below. There is no trial if weights are sharded: the other ranks
