@@ -382,8 +382,10 @@ def test_ranks_with_other_code_have_another_hash(tmp_path):
     script = "from training.startup import code_sha256; print(code_sha256())"
     hashes = []
     for name, change in (("a", ""), ("b", ""), ("c", "# another version")):
-        shutil.copytree(REPO / "hardware", tmp_path / name / "hardware")
-        shutil.copy(REPO / "configurator.py", tmp_path / name)
+        for folder in ("hardware", "text", "training"):
+            shutil.copytree(REPO / folder, tmp_path / name / folder)
+        for file in ("train.py", "model.py", "configurator.py"):
+            shutil.copy(REPO / file, tmp_path / name)
         (tmp_path / name / "hardware/disk.py").open("a").write(change)
         command = [sys.executable, "-c", script]
         hashes.append(subprocess.check_output(command, cwd=tmp_path / name, text=True))
