@@ -115,6 +115,9 @@ def map_in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[
         for bytes_read, future in waiting:
             yield bytes_read, future.result()
     except BrokenProcessPool:
+        # A worker that was started just then would wait for chunks, and this process for its end.
+        for worker in multiprocessing.active_children():
+            worker.kill()
         reason = "a worker process could not start or was killed, as happens when memory runs out"
         raise UserError(f"{reason}: lower --workers or --max_record_mb") from None
     finally:
