@@ -25,16 +25,16 @@ import torch
 import configurator
 from configurator import UserError, columns, folded, given_settings, option, row, validated
 from hardware.limits import memory_advice, memory_capacity
-from hardware.machine import pick_device, pick_dtype
+from hardware.machine import Machine, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
 from training.banner import rows_of_model, rows_of_plan
 from training.batch_size import plan_run
-from training.checkpoint import with_model
 from training.huggingface import read_shape
 from training.memory import SHARDS, Workload, bytes_needed, largest_batch, overhead, step_memory
 from training.plan import Plan
+from training.run_folder import with_model
 from training.settings import TrainConfig, extend_context, model_config, with_data
 
 
@@ -94,11 +94,10 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     ways = dict(documents=cfg.documents, loss_on=cfg.loss_on)
     windows = [open_windows(data, "train", T, **ways) for data in sets]
     epoch_tokens = T * sum(w.n_windows for w in windows)
-    workload = Workload(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
-    planned, plan, workload = plan_run(cfg, model, workload, epoch_tokens, device.bytes)
-    return PlannedRun(
-        replace(cfg, batch_size=planned.batch_size), sets, model, device, plan, workload
-    )
+    machine = Machine(0, 0, cfg.nproc, torch.device(device.kind), device.dtype, "")
+    planned, plan = plan_run(cfg, model, machine, epoch_tokens, device.bytes)
+    cfg = replace(cfg, batch_size=planned.batch_size)
+    return PlannedRun(cfg, sets, model, device, plan, Workload.of(cfg, plan, machine))
 
 
 def prepared(cfg: PlanConfig) -> list[DataSet]:

@@ -62,10 +62,10 @@ from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
-from training.checkpoint import losses_of, newest_checkpoint, newest_run
 from training.evaluate import evaluate, note_unknown
 from training.huggingface import NANOGPT, from_pretrained, unverified
 from training.metrics import perplexity_and_bits
+from training.run_folder import losses_of, newest_checkpoint, newest_run
 
 
 @dataclass(frozen=True)
@@ -441,13 +441,13 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
     verify(folder, data.meta, "val")
     windows = open_windows(data, "val", T)
     packed = open_windows(data, "val", T, documents="pack")
-    tokens, eos_id = cfg.eval_tokens, data.meta["eos_id"]
+    tokens = cfg.eval_tokens
     count = len(windows.fixed_starts(tokens))
     B = min(cfg.batch_size, count)
     loss = evaluate(model, windows, tokens, B, machine, bar=True)
     if not math.isfinite(loss):
         raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
-    by_document = evaluate(model, packed, tokens, B, machine, eos_id=eos_id, bar=True)
+    by_document = evaluate(model, packed, tokens, B, machine, bar=True)
     val = data.meta["splits"]["val"]
     _, _, units = perplexity_and_bits(loss, val["bytes"] / val["tokens"])
     losses = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"

@@ -57,15 +57,7 @@ from training import startup
 from training.banner import banner, pace_note
 from training.batch_size import check_capacity, halve_batch, plan_run
 from training.batches import Batch, first_batch, read_ahead
-from training.checkpoint import (
-    Saver,
-    load_optimizer,
-    lock_run,
-    read_state,
-    replace_run,
-    set_newer_aside,
-    shared_files,
-)
+from training.checkpoint import Saver, load_optimizer, read_state, set_newer_aside, shared_files
 from training.evaluate import (
     evaluate_all,
     evaluation_windows,
@@ -86,6 +78,7 @@ from training.parallel import (
 )
 from training.plan import Progress
 from training.report import Report, first_records
+from training.run_folder import RunFolder
 from training.schedule import lr_at, momentum_at
 from training.settings import TrainConfig, model_config, with_data
 from training.shutdown import end_run
@@ -101,13 +94,12 @@ def main() -> None:
     # ---- Rank 0 locks the folder of the run, and decides what the run starts from (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. Then it broadcasts this.
     # recorded: the results of these weights that are known, so that nothing is evaluated twice.
-    folder = Path(cfg.out_dir) / cfg.run_name
-    init_path = lock = None
+    folder = RunFolder(Path(cfg.out_dir) / cfg.run_name, locks=machine.is_main)
+    init_path = None
     recorded = {}
     if machine.is_main:
-        lock = lock_run(folder)
-        init_path = startup.find_start(cfg, folder)
-        recorded = startup.recorded_results(init_path, folder)
+        init_path = startup.find_start(cfg, folder.path)
+        recorded = startup.recorded_results(init_path, folder.path)
         cfg = replace(with_data(cfg), resume="no")  # init_path is the decision
     cfg, init_path, recorded = machine.broadcast((cfg, init_path, recorded))
     resumes = "saved" in recorded  # init_path is a checkpoint of this run
@@ -148,17 +140,17 @@ def main() -> None:
     machine.require_same(startup.facts_of_rank(machine, code, sets, init_path))
     capacity = min(machine.gather(memory_capacity(machine.device)))
 
-    # ---- Plan: batch size, accumulation, steps, compile; workload: from it, memory is predicted.
+    # ---- Plan: batch size, accumulation, steps, compilation; and the memory that they need.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
-    workload = Workload(1, T, dtype=machine.dtype, device=machine.device.type, world=machine.world)
     # batch_size=auto is tried below. There is no trial if weights are sharded: the other ranks
     # would wait for one that runs out of memory.
     tries = cfg.batch_size == "auto" and not is_sharded_run(cfg, machine)
     saved_B = saved.settings["batch_size"] if saved else 0
-    cfg, plan, workload = plan_run(cfg, model, workload, epoch_tokens, capacity, progress, saved_B)
+    cfg, plan = plan_run(cfg, model, machine, epoch_tokens, capacity, progress, saved_B)
+    workload = Workload.of(cfg, plan, machine)
     check_capacity(model, workload, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    machine.print0(banner(cfg, sets, loader, machine, plan, model, workload))
+    machine.print0(banner(cfg, sets, loader, machine, plan, model))
     machine.print0(row("       peak: ", source))
     flops = model.flops_per_token(T)
     if note := pace_note(plan.step_tokens / machine.world * flops, peak):
@@ -170,17 +162,17 @@ def main() -> None:
     progress.code = code
 
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
-    model.use(pick_kernels(machine.device, workload.compiled))
-    forward = wrap(cfg, model, machine, workload.compiled)
+    model.use(pick_kernels(machine.device, plan.compiled))
+    forward = wrap(cfg, model, machine, plan.compiled)
     # batch_size=auto: run two micro-steps as a trial, and halve the batch until they fit.
     state_bytes, _ = optimizer_memory(model, workload)
     batch = first_batch(loader, plan, machine)
     while tries and not trial_fits(forward, batch, machine, state_bytes):
-        cfg, plan, workload = halve_batch(cfg, plan, workload, progress)
+        cfg, plan = halve_batch(cfg, plan, machine.world, progress)
         sizes = f"batch_size={plan.batch_size}, {plan.accum} micro-steps"
         machine.print0(f"note: out of memory: now {sizes}")
         batch = first_batch(loader, plan, machine)
-    if workload.compiled:
+    if plan.compiled:
         with memory_advice(plan.memory_hint(T)):
             compile_now(forward, batch, machine, tokenizer.eos_id)
 
@@ -193,23 +185,23 @@ def main() -> None:
     # ---- The run's folder: its records so far, the reports, and the checkpoints.
     records = []
     if machine.is_main:
-        if lock and not lock.is_held():
-            raise UserError(f"{folder} was moved or deleted before the first step: start again")
+        if not folder.is_held():
+            raise UserError(f"{folder.path} was moved before the first step: start again")
         if resumes:
             set_newer_aside(init_path)
-        elif cfg.overwrite and lock:
-            lock = replace_run(folder, lock)
-        records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
-    report = Report(cfg, machine, plan, sets, progress, folder, records, lock)
+        elif cfg.overwrite:
+            folder = folder.with_earlier_renamed()
+        records = first_records(folder.path, cfg, plan, sets, model.config, progress)
+    report = Report(cfg, machine, plan, sets, progress, folder, records)
     files = shared_files(cfg, sets, tokenizer, model.config) if machine.is_main else {}
-    saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report, progress.step)
+    saver = Saver(folder, model.config, files, cfg.keep, machine, report.saved, progress.step)
 
     # ---- The loop. At the top of an iteration, `step` steps are done: save, evaluate and sample
     # these weights, if that is due and was not done before. Then train one more step. The last
     # iteration, at the end of the run or after too many bad steps, stops before that. A signal ends
     # the loop at any point, and the weights of the last complete step are saved.
     clock = Clock(machine, progress.step)
-    B, eos_id = plan.batch_size, tokenizer.eos_id
+    B = plan.batch_size
     stopped = False
     with (
         stop_signals(machine.signals),
@@ -233,7 +225,7 @@ def main() -> None:
                 if evaluates:
                     with clock.paused():
                         began = time.perf_counter()
-                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
+                        losses = evaluate_all(forward, evaluated, cfg, B, machine)
                         val_loss = report.evaluation(step, losses, time.perf_counter() - began)
                         progress.add_evaluation(val_loss)
                         if step == progress.best_step:
@@ -282,7 +274,7 @@ def main() -> None:
             optimizer.zero_grad(set_to_none=True)  # the memory is needed to save
         saver.save(model, optimizer, scaler, progress)
         saver.prune(progress)
-    end_run(machine, saver, progress, lock, stopped)
+    end_run(machine, saver, progress, stopped)
 
 
 def take_step(

@@ -55,11 +55,11 @@ from hardware.machine import pick_device, pick_dtype, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import open_datasets, open_windows
-from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, to_config
 from training.metrics import read_metrics
 from training.plan import make_plan
+from training.run_folder import newest_checkpoint
 from training.settings import model_config, with_data
 
 

@@ -56,7 +56,7 @@ from model import GPT
 from text.dataset import open_datasets, train_loader
 from training.batch_size import wants_compile
 from training.memory import Workload, largest_batch
-from training.plan import make_plan
+from training.plan import Plan, make_plan
 from training.settings import TrainConfig, model_config, with_data
 
 AXES = ("T", "B", "accum", "optimizer", "documents")
@@ -106,8 +106,8 @@ def largest(cfg: SweepConfig, machine: Machine) -> int:
     with torch.device("meta"):
         model = GPT(model_config(cfg, cfg.vocab_size))
     compiled = wants_compile(cfg, machine.device.type, 0)
-    workload = Workload(1, cfg.block_size, 1, machine.dtype, compiled, machine.device.type)
-    workload = workload.with_cfg(cfg)
+    one = Plan(1, 1, step_tokens=cfg.block_size, epoch_tokens=0, steps=1, compiled=compiled)
+    workload = Workload.of(cfg, one, machine)
     return max(1, largest_batch(model, workload, memory_capacity(machine.device)))
 
 

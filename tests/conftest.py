@@ -33,8 +33,8 @@ from hardware import disk
 from hardware.machine import Machine, pick_dtype
 from model import GPT
 from training import report
-from training.checkpoint import newest_checkpoint
 from training.huggingface import architecture_of, save_weights, to_config
+from training.run_folder import newest_checkpoint
 
 # A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
 signal.signal(signal.SIGINT, signal.default_int_handler)

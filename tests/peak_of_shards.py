@@ -15,14 +15,17 @@ from hardware.machine import start
 from model import GPT, PRESETS, GPTConfig
 from tests.peak import measured_peak
 from training.memory import Workload, step_memory
+from training.plan import Plan
 from training.settings import TrainConfig
 
 optimizer, shard, recompute, accum = sys.argv[1:]
 machine = start("cpu", "bfloat16")
 c = GPTConfig(**PRESETS["qwen3"], n_layer=4, n_head=4, n_embd=256, vocab_size=2000)
-settings = TrainConfig(optimizer=optimizer, shard=shard, recompute=recompute)
-workload = Workload(4, 256, int(accum), machine.dtype, False, "cpu", machine.world).with_cfg(
-    settings
+settings = TrainConfig(
+    optimizer=optimizer, shard=shard, recompute=recompute, block_size=256, batch_size=4
+)
+workload = Workload.of(
+    settings, Plan(4, int(accum), step_tokens=0, epoch_tokens=0, steps=1), machine
 )
 measured = max(machine.gather(measured_peak(c, workload, machine)))
 with torch.device("meta"):

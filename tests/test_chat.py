@@ -254,12 +254,11 @@ def test_a_batch_has_the_loss_and_gradient_of_its_conversations(
     torch.manual_seed(0)
     model = GPT(GPTConfig(**shape, vocab_size=400), "xavier").double()
     [data] = open_datasets("tiny", tmp_path / "data")
-    eos_id = tokenizer.eos_id if documents == "pack" else None
     total = 0.0
     for split in ("train", "val"):
         windows = open_windows(data, split, T, documents=documents, loss_on="answers")
         assert not windows.cut
-        loader = Loader([windows], [Fraction(1)], eos_id)
+        loader = Loader([windows], [Fraction(1)])
         rows = loader.rows([(0, start) for start in windows.fixed_starts(0)])
         x, y, weights, eos = to_batch(rows, torch.device("cpu"))
         total = total + model(x, y, weights.double(), eos, reduction="sum")

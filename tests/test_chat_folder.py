@@ -19,7 +19,7 @@ from hardware.disk import damage
 from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.hf_tokenizer import CHATML
-from training.checkpoint import CHECKPOINT_FILES
+from training.run_folder import CHECKPOINT_FILES
 
 THEIRS = {"chat_template": "{{ messages }}"}
 SHORT = ["--max_steps=1", "--eval_tokens=64"]

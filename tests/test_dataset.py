@@ -45,7 +45,9 @@ def loader_of(*sizes: int, weights: tuple = (1,), seed: int = 0) -> Loader:
     The tokens of split k count up from 10,000 k.
     """
     splits = [np.arange(10_000 * k, 10_000 * k + n, dtype=np.uint16) for k, n in enumerate(sizes)]
-    windows = [Windows(tokens, 10, (seed, k), None) for k, tokens in enumerate(splits)]
+    windows = [Windows(tokens, 10) for tokens in splits]
+    for k, one in enumerate(windows):
+        one.seed = (seed, k)
     return Loader(windows, [Fraction(w) / sum(map(Fraction, weights)) for w in weights])
 
 
@@ -72,7 +74,7 @@ def test_what_a_step_reads_depends_on_its_number_and_the_seed():
 
 @pytest.mark.parametrize("n_tokens", [33, 34, 64, 65, 66, 100])
 def test_even_the_smallest_data_is_never_read_beyond_its_end(n_tokens):
-    windows = Windows(np.arange(n_tokens, dtype=np.uint16), 32, (3,), None)
+    windows = Windows(np.arange(n_tokens, dtype=np.uint16), 32)
     drawn = [windows.start(sample) for sample in range(50)]
     for start in [*drawn, *windows.fixed_starts(0), *windows.fixed_starts(32)]:
         assert 0 <= start <= n_tokens - 33

@@ -13,8 +13,8 @@ import sample
 import train
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
-from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
+from training.run_folder import newest_checkpoint
 
 TEXT = "First Citizen:\nSpeak, speak.\n" * 30
 CHARACTERS = sorted(set(TEXT))

@@ -18,6 +18,7 @@ from text.dataset import open_datasets
 from training import report
 from training.metrics import read_metrics
 from training.plan import Progress, make_plan
+from training.run_folder import RunFolder
 from training.settings import TrainConfig
 from training.tracker import Tracker
 
@@ -112,7 +113,8 @@ def make_report(tiny_data, tmp_path) -> Callable[..., report.Report]:
         every = dict(max_steps=100, eval_every=30, batch_tokens=1024, tracker="off")
         cfg, progress = TrainConfig(**every), Progress(step=done, losses=[1.0])
         sets = open_datasets("tiny", tiny_data)
-        return report.Report(cfg, CPU, make_plan(cfg, 1, 10_000), sets, progress, tmp_path, records)
+        plan, run = make_plan(cfg, 1, 10_000), RunFolder(tmp_path, locks=False)
+        return report.Report(cfg, CPU, plan, sets, progress, run, records)
 
     return make
 

@@ -257,7 +257,6 @@ def open_windows(
     data: DataSet,
     split: str,
     block_size: int,
-    seed: tuple[int, ...] = (0,),
     documents: Documents = "stream",
     loss_per: LossPer = "token",
     loss_on: LossOn = "all",
@@ -275,8 +274,9 @@ def open_windows(
         advice += ", or a larger --val_fraction of it" if split == "val" else ""
         raise UserError(f"{data.name}/{split}.bin has {size}: {advice}")
     eos_id = data.meta["eos_id"]
+    seen = eos_id if documents in ("mask", "pack") else None
     if not by_document and loss_per == "token" and loss_on == "all":
-        return Windows(ids, block_size, seed, None)
+        return Windows(ids, block_size, eos_id=seen)
 
     tokenizer = load_tokenizer(data.folder) if loss_on == "answers" else None
     positions = find_tokens(ids, [eos_id, *(chatml_ids(tokenizer) if tokenizer else [])])
@@ -294,9 +294,9 @@ def open_windows(
         limit = block_size if documents == "pad" else np.inf
         loss_weights = LossWeights(answers, ends if loss_per == "document" else None, limit)
     if not by_document:
-        return Windows(ids, block_size, seed, loss_weights)
+        return Windows(ids, block_size, loss_weights, seen)
     plan = padded(ends, block_size) if documents == "pad" else packed(ends, block_size)
-    windows = PackedWindows(ids, block_size, seed, loss_weights, plan=plan, eos_id=eos_id)
+    windows = PackedWindows(ids, block_size, loss_weights, seen, plan=plan, start_id=eos_id)
     excess = np.diff(ends, prepend=-1) - block_size  # tokens of each document
     if n_longer := np.count_nonzero(excess > 0):
         tails = "start other windows"
@@ -316,9 +316,8 @@ def train_loader(
     loss_on: LossOn = "all",
 ) -> Loader:
     """Return the Loader over the training splits of the data sets, mixed by their weights."""
-    splits = [
-        open_windows(data, "train", block_size, (seed, k), documents, loss_per, loss_on)
-        for k, data in enumerate(sets)
-    ]
-    eos_id = sets[0].meta["eos_id"] if documents in ("mask", "pack") else None
-    return Loader(splits, [data.weight for data in sets], eos_id)
+    ways = (block_size, documents, loss_per, loss_on)
+    splits = [open_windows(data, "train", *ways) for data in sets]
+    for k, windows in enumerate(splits):
+        windows.seed = (seed, k)
+    return Loader(splits, [data.weight for data in sets])

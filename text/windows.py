@@ -71,15 +71,22 @@ class Windows:
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
     and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
 
-    tokens: all token ids of the split, (n,). block_size: T. seed: of the run, and the number of the
-    data set. loss_weights: a LossWeights of packing.py; None: all targets count alike.
+    tokens: all token ids of the split, (n,). block_size: T. loss_weights: a LossWeights of
+    packing.py; None: all targets count alike. eos_id: as in Rows.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, loss_weights: Any):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        block_size: int,
+        loss_weights: Any = None,
+        eos_id: int | None = None,
+    ):
         self.tokens = tokens
         self.block_size = block_size
-        self.seed = seed
         self.loss_weights = loss_weights
+        self.eos_id = eos_id
+        self.seed = (0, 0)  # train_loader(): that of the run, and the number of the data set
         self.weighted = loss_weights is not None
         self.cut = ""  # a sentence on documents that are longer than a window
         self.spacing = block_size  # from the start of one window to that of the next
@@ -133,13 +140,13 @@ class PackedWindows(Windows):
     Each epoch visits them in another order. Here `start` is the number of a window in the plan, not
     the position of a token: with an offset of 0 and a spacing of 1, Windows.start() returns that.
 
-    plan: what packed() of packing.py returns. eos_id: the token that starts a document.
+    plan: what packed() of packing.py returns. start_id: the eos, which starts a document.
     """
 
-    def __init__(self, *args: Any, plan: tuple[np.ndarray, np.ndarray], eos_id: int):
+    def __init__(self, *args: Any, plan: tuple[np.ndarray, np.ndarray], start_id: int):
         super().__init__(*args)
         self.spans, self.bounds = plan
-        self.eos_id = eos_id
+        self.start_id = start_id
         self.n_windows = self.n_fixed = len(self.bounds) - 1
         self.n_offsets = self.spacing = 1
         self.weighted = True  # padding counts nothing
@@ -161,7 +168,7 @@ class PackedWindows(Windows):
         positions = self.positions(start)
         ids = np.where(positions >= 0, self.tokens[positions].astype(np.int64), -1)
         if positions[0] < 0:
-            ids[0] = self.eos_id
+            ids[0] = self.start_id
         return ids
 
     def targets(self, start: int) -> np.ndarray:
@@ -171,7 +178,7 @@ class PackedWindows(Windows):
         # document: then the token before it is an eos. The tail of a document that was cut fails
         # both: the eos that its window puts before it predicts nothing. A target of 0 or -1 has no
         # token before it: the one that is read instead does not change the result.
-        starts_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
+        starts_document = (targets == 0) | (self.tokens[targets - 1] == self.start_id)
         return np.where((inputs == targets - 1) | starts_document, targets, -1)
 
 
@@ -188,10 +195,9 @@ class Loader:
     this for any window without counting the windows before it.
     """
 
-    def __init__(self, splits: list[Windows], weights: list[Fraction], eos_id: int | None = None):
-        """eos_id: see Rows."""
+    def __init__(self, splits: list[Windows], weights: list[Fraction]):
         self.splits = splits
-        self.eos_id = eos_id
+        self.eos_id = splits[0].eos_id  # as in Rows
         self.weighted = any(windows.weighted for windows in splits)
         # The fraction that each split takes of the windows that the splits before it leave.
         self.remaining_fractions = [w / sum(weights[k:]) for k, w in enumerate(weights)]

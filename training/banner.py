@@ -27,11 +27,10 @@ def banner(
     machine: Machine,
     plan: Plan,
     model: GPT,
-    workload: Workload,
 ) -> str:
     """Return the lines that describe a run before its first step.
 
-    loader: of the run's windows. workload: its sizes, for the prediction of memory.
+    loader: of the run's windows.
     """
     c = model.config
     device = machine.device
@@ -43,6 +42,7 @@ def banner(
         attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
     empty = fraction_without_target(loader)
     capacity = memory_capacity(device)
+    workload = Workload.of(cfg, plan, machine)
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
         "data": "; ".join(describe_data(data) for data in sets),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from configurator import UserError
+from hardware.machine import Machine
 from model import GPT
 from training.memory import Workload, bytes_needed, largest_batch
 from training.plan import Plan, Progress, best_batch, make_plan
@@ -12,33 +13,31 @@ from training.settings import TrainConfig
 def plan_run(
     cfg: TrainConfig,
     model: GPT,
-    workload: Workload,
+    machine: Machine,
     epoch_tokens: int,
     capacity: float,
     progress: Progress | None = None,
     saved_batch_size: int = 0,
-) -> tuple[TrainConfig, Plan, Workload]:
-    """Return the settings with a number for batch_size=auto, the plan, and the workload of it.
+) -> tuple[TrainConfig, Plan]:
+    """Return the settings with a number for batch_size=auto, and the plan.
 
-    workload: only its T, dtype, device and world are used. capacity: bytes of memory for a step on
-    each device. progress: of a resumed run. saved_batch_size: of its checkpoint; auto keeps this
-    value if it fits.
+    capacity: bytes of memory for a step on each device. progress: of a resumed run.
+    saved_batch_size: of its checkpoint; auto keeps this value if it fits.
     """
     # compile=auto depends on the length of the run, which is known before the batch size.
-    trial = make_plan(replace(cfg, batch_size=1), workload.world, epoch_tokens, progress)
+    trial = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, progress)
     flops = model.flops_per_token(cfg.block_size) * trial.tokens_at(trial.steps)
-    # Two micro-steps: accumulation needs more memory than one micro-step does.
-    compiled = wants_compile(cfg, workload.device, flops)
-    workload = replace(workload.with_cfg(cfg), accum=2, compiled=compiled)
+    compiled = wants_compile(cfg, machine.device.type, flops)
     if cfg.batch_size == "auto":
+        # Two micro-steps: accumulation needs more memory than one micro-step does.
+        workload = Workload.of(cfg, replace(trial, accum=2, compiled=compiled), machine)
         most = largest_batch(model, workload, capacity)
-        if workload.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
-            most = min(most, max(1, 8192 // workload.T))
+        if machine.device.type == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
+            most = min(most, max(1, 8192 // cfg.block_size))
         keeps = 0 < saved_batch_size <= most
-        B = saved_batch_size if keeps else best_batch(most, cfg, workload.world)
+        B = saved_batch_size if keeps else best_batch(most, cfg, machine.world)
         cfg = replace(cfg, batch_size=B)
-    plan = make_plan(cfg, workload.world, epoch_tokens, progress)
-    return cfg, plan, replace(workload, B=plan.batch_size, accum=plan.accum)
+    return cfg, replace(make_plan(cfg, machine.world, epoch_tokens, progress), compiled=compiled)
 
 
 def check_capacity(model: GPT, workload: Workload, capacity: float) -> None:
@@ -63,14 +62,14 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
 
 
 def halve_batch(
-    cfg: TrainConfig, plan: Plan, workload: Workload, progress: Progress
-) -> tuple[TrainConfig, Plan, Workload]:
-    """Return the settings, the plan and the workload with half the batch_size or less.
+    cfg: TrainConfig, plan: Plan, world: int, progress: Progress
+) -> tuple[TrainConfig, Plan]:
+    """Return the settings and the plan with half the batch_size or less.
 
     Raises UserError if it is 1 already.
     """
     if plan.batch_size == 1:
-        raise UserError(f"out of memory {plan.memory_hint(workload.T)}")
-    cfg = replace(cfg, batch_size=best_batch(plan.batch_size // 2, cfg, workload.world))
-    plan = make_plan(cfg, workload.world, plan.epoch_tokens, progress)
-    return cfg, plan, replace(workload, B=plan.batch_size, accum=plan.accum)
+        raise UserError(f"out of memory {plan.memory_hint(cfg.block_size)}")
+    cfg = replace(cfg, batch_size=best_batch(plan.batch_size // 2, cfg, world))
+    halved = make_plan(cfg, world, plan.epoch_tokens, progress)
+    return cfg, replace(halved, compiled=plan.compiled)

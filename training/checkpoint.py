@@ -1,4 +1,4 @@
-"""Checkpoints: write them in the background, read them, find them, delete them.
+"""Checkpoints: write them in the background, delete older ones, read them.
 
 A checkpoint is a Hugging Face model folder, plus the files that a resumed run needs:
 
@@ -20,8 +20,8 @@ Only folders named step_N in ckpt/ are deleted, and in them only the files that 
 
 import math
 import os
-import re
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,13 +33,10 @@ from torch import Tensor, nn
 
 from configurator import UserError, note
 from hardware.disk import (
-    LOCK,
     MANIFEST,
-    Lock,
     damage,
     free_path,
     json_bytes,
-    leads_to,
     manifest,
     read_object,
     remove_files,
@@ -52,7 +49,6 @@ from hardware.sharded import full_tensor, is_sharded, local_shard
 from model import GPTConfig
 from text.dataset import files_of, hashes_of, weights_of
 from text.hf_tokenizer import (
-    TOKENIZER_FILES,
     answer_ends,
     chat_files,
     read_json,
@@ -65,19 +61,12 @@ from training.huggingface import (
     architecture_of,
     is_utf8,
     load_tensors,
-    read_shape,
     save_weights,
     to_config,
 )
-from training.metrics import evaluations, read_metrics
 from training.plan import Progress
-from training.report import Report
+from training.run_folder import CHECKPOINT_FILES, RunFolder, numbered, step_of
 from training.settings import TrainConfig
-
-# The files that train.py writes to a checkpoint. A killed one has no manifest that lists them.
-CHECKPOINT_FILES = [MANIFEST, "model.safetensors", "config.json", "train_state.pt"]
-CHECKPOINT_FILES += ["train_config.json", "meta.json", *TOKENIZER_FILES]
-
 
 # --------------------------------------------------------------------------------------------------
 # Write
@@ -87,20 +76,20 @@ CHECKPOINT_FILES += ["train_config.json", "meta.json", *TOKENIZER_FILES]
 class Saver:
     """Write the checkpoints of a run in the background, one at a time, and delete older ones."""
 
-    folder: Path  # of the checkpoints
+    run: RunFolder
     config: GPTConfig  # of the model
     files: dict[str, bytes]  # see shared_files()
     keep: int  # how many of the newest checkpoints stay, in addition to the best one
     machine: Machine
-    report: Report
+    saved: Callable[[int, Path, float], None]  # reports a step, its checkpoint, and the seconds
     step: int  # of the last checkpoint; at first the one that the run resumes, or 0
     failed: str = ""  # why the last checkpoint could not be written; "" if it was
-    lost: str = ""  # why `folder` is no longer that of the run
+    lost: str = ""  # why `folder` is no longer in that of the run
     writing: Future | None = None
 
     def __post_init__(self) -> None:
+        self.folder = self.run.path / "ckpt"
         self.pool = ThreadPoolExecutor(1)
-        self.made = os.stat(self.folder) if self.folder.exists() else None
 
     def save(
         self,
@@ -140,14 +129,6 @@ class Saver:
         self.wait()
         self.pool.shutdown()
 
-    def owns_folder(self) -> bool:
-        """Return whether this run alone writes to `folder`."""
-        if self.lost:
-            return True
-        if self.made and self.folder.exists() and not leads_to(self.folder, self.made):
-            self.report.lose_folder()
-        return self.report.owns_folder()
-
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
         """Write a checkpoint, rename it, and report it.
 
@@ -157,16 +138,16 @@ class Saver:
         started: of the save, by time.perf_counter(). If the disk is full or fails, this prints a
         warning, and training continues: the earlier checkpoints are still there.
         """
-        run = self.folder.parent
-        if not self.owns_folder():
+        if not self.lost and not self.run.is_ours():
+            run = self.run.path
             self.lost = f"{run} was moved, deleted or replaced while this run wrote to it"
-            run = free_path(run.with_name(f"{run.name}_moved"))
-            self.folder = run / "ckpt"
+            self.folder = free_path(run.with_name(f"{run.name}_moved")) / "ckpt"
         target = self.folder / f"step_{state['step']:08d}"
         temporary = target.with_name(f".tmp_{target.name}")
         try:
+            self.run.ckpt = None
             self.folder.mkdir(parents=bool(self.lost), exist_ok=True)
-            self.made = os.stat(self.folder)
+            self.run.ckpt = os.stat(self.folder)
             temporary.mkdir()
             save_weights(architecture_of(self.config), self.config, weights, temporary)
             for name, content in self.files.items():
@@ -179,7 +160,7 @@ class Saver:
             sync_and_rename(temporary, target)
         except (OSError, RuntimeError, MemoryError) as e:  # torch.save() wraps an OSError
             with suppress(OSError):
-                if self.owns_folder():
+                if self.lost or self.run.is_ours():
                     remove_files(temporary, CHECKPOINT_FILES)
             cause = e.__context__ or e
             reason = getattr(cause, "strerror", None) or e
@@ -189,7 +170,7 @@ class Saver:
             self.machine.print0(f"warning: {self.failed}; training continues")
             return
         self.failed = ""
-        self.report.saved(state["step"], target, time.perf_counter() - started)
+        self.saved(state["step"], target, time.perf_counter() - started)
 
     def prune(self, progress: Progress) -> None:
         """Delete older checkpoints, as soon as the last one is on the disk.
@@ -209,7 +190,7 @@ class Saver:
         others = [path for path in others if step_of(path) != best_step]
         for path in others[self.keep :]:
             try:
-                if self.owns_folder():
+                if self.lost or self.run.is_ours():
                     delete_checkpoint(path)
             except (OSError, ValueError) as e:
                 self.machine.print0(f"warning: {path} could not be deleted ({e})")
@@ -362,112 +343,6 @@ def sharded_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     n = math.ceil(x.size(0) / mesh.size())
     rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
     return type(p).from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
-
-
-# --------------------------------------------------------------------------------------------------
-# The folder of a run
-
-
-def lock_run(folder: Path) -> Lock:
-    """Lock out/RUN until the lock is released, and remove what a killed process left there.
-
-    Raises UserError if another process holds the lock, if the path is no folder, or if ckpt is a
-    link: it may lead to the checkpoints of another run, which would be pruned.
-    """
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: move it away, or choose another --run_name")
-    if (folder / "ckpt").is_symlink():
-        raise UserError(f"{folder / 'ckpt'} is a link: link out/RUN or out instead")
-    advice = "stop it, and the workers of a killed torchrun, or choose another --run_name"
-    lock = Lock(folder / LOCK, advice)
-    for temporary in folder.glob("ckpt/.tmp_step_*"):
-        remove_files(temporary, CHECKPOINT_FILES)
-    return lock
-
-
-def replace_run(folder: Path, lock: Lock) -> Lock:
-    """Rename an earlier run to RUN.old, and return the lock of a new folder RUN."""
-    if not holds_files(folder):
-        return lock
-    earlier = set_aside(folder, f"{folder.name}.old")
-    note(f"the earlier run is now {earlier}: delete it when you no longer need it")
-    lock.release()
-    return lock_run(folder)
-
-
-def holds_files(folder: Path) -> bool:
-    """Return whether a folder holds more than hidden files and an empty ckpt/."""
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    if "ckpt" in names and not any(numbered(folder / "ckpt")):
-        names.remove("ckpt")
-    return bool(names - {"lost+found"})
-
-
-def newest_run(out_dir: Path) -> Path | None:
-    """Return the run, out_dir/RUN, with the newest checkpoint, or None if there is none.
-
-    Runs that --overwrite has renamed are ignored.
-    """
-    saved = {}  # run -> time of its newest checkpoint
-    for ckpt_dir in out_dir.glob("*/ckpt"):
-        with suppress(OSError):  # the run has just deleted this checkpoint
-            newest = newest_checkpoint(ckpt_dir)
-            if newest and not re.search(r"\.old-?[0-9]*$", ckpt_dir.parent.name):
-                saved[ckpt_dir.parent] = (newest / MANIFEST).stat().st_mtime
-    return max(saved, key=saved.__getitem__, default=None)
-
-
-def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the folder of the model to fine-tune, and with its block_size if needed.
-
-    The default block_size is lowered to the context of the model; a given one stays. The folder of
-    a run means its newest checkpoint. Raises UserError if the model cannot be read.
-    """
-    init_from = options.get("init_from", "scratch")
-    if init_from == "scratch":
-        return options
-    if newest := newest_checkpoint(Path(init_from) / "ckpt"):
-        init_from = str(newest)
-        options = options | {"init_from": init_from}
-    context = read_shape(init_from).block_size
-    return {"block_size": min(TrainConfig().block_size, context)} | options
-
-
-def losses_of(run: Path) -> dict[Path, float]:
-    """Return the validation loss of each checkpoint of a run, newest first.
-
-    Checkpoints that were not evaluated, or on other data than the last one, are left out. Raises
-    UserError if metrics.jsonl is damaged.
-    """
-    losses = evaluations(read_metrics(run / "metrics.jsonl"))
-    checkpoints = complete_checkpoints(run / "ckpt")
-    return {path: losses[step_of(path)] for path in checkpoints if step_of(path) in losses}
-
-
-def numbered(ckpt_dir: Path) -> list[Path]:
-    """Return the folders named step_N in ckpt_dir, complete or not, newest first.
-
-    Raises OSError if ckpt_dir cannot be listed: an unreadable folder is not an empty one.
-    """
-    try:
-        names = os.listdir(ckpt_dir)
-    except (FileNotFoundError, NotADirectoryError):  # the latter: under a file, nanoGPT's ckpt.pt
-        return []
-    paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
-    return sorted(paths, key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
-    """Return the checkpoints that have a manifest, newest first. The manifest is written last."""
-    return [path for path in numbered(ckpt_dir) if (path / MANIFEST).is_file()]
-
-
-def newest_checkpoint(ckpt_dir: Path) -> Path | None:
-    return next(iter(complete_checkpoints(ckpt_dir)), None)
 
 
 def intact_checkpoint(ckpt_dir: Path) -> Path | None:

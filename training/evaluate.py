@@ -110,7 +110,6 @@ def evaluate_all(
     cfg: TrainConfig,
     B: int,
     machine: Machine,
-    eos_id: int,
 ) -> dict[str, list[float]]:
     """Return the losses of evaluation_windows(): a key -> one loss for each data set.
 
@@ -118,13 +117,12 @@ def evaluate_all(
     """
     losses: dict[str, list[float]] = {}
     for key, windows_of_sets in windows.items():
-        documents = eos_id if key == "val_document_loss" else None
         losses[key] = []
         for one, val in zip(windows_of_sets, windows["val_loss"], strict=True):
             tokens = cfg.eval_tokens
             if key == "train_eval_loss":
                 tokens = len(val.fixed_starts(tokens)) * cfg.block_size
-            losses[key].append(evaluate(model, one, tokens, B, machine, documents))
+            losses[key].append(evaluate(model, one, tokens, B, machine))
     return losses
 
 
@@ -135,7 +133,6 @@ def evaluate(
     tokens: int,
     B: int,
     machine: Machine,
-    eos_id: int | None = None,
     bar: bool = False,
 ) -> float:
     """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: all of it).
@@ -143,10 +140,9 @@ def evaluate(
     It is NaN if none of these tokens counts. Raises Stopped if a signal arrives at any rank.
 
     The windows are always the same. The ranks take turns, with B windows each.
-    eos_id: a token sees only its own document, which this token starts; None: all before it.
     bar: show a progress bar if stderr is a terminal.
     """
-    loader = Loader([windows], [Fraction(1)], eos_id)
+    loader = Loader([windows], [Fraction(1)])
     model.eval()  # no dropout
     starts = windows.fixed_starts(tokens)
     count = len(starts)
@@ -161,7 +157,7 @@ def evaluate(
         x, y, _, _ = to_batch(rows, machine.device)
         y[max(0, count - start) :] = -1
         with autocast(machine):
-            totals[0] += model(x, y, eos_id=eos_id, reduction="sum")
+            totals[0] += model(x, y, eos_id=windows.eos_id, reduction="sum")
         totals[1] += (y >= 0).sum()
     model.train()
     loss_sum, targets = all_sum(totals).tolist()

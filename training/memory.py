@@ -50,8 +50,10 @@ import torch
 
 from hardware.kernels import keeps_gradient, loss_chunk
 from hardware.limits import CONTEXT
+from hardware.machine import Machine
 from model import GPT, GPTConfig
 from training.optimizer import STACK
+from training.plan import Plan
 from training.settings import TrainConfig
 
 # The workspace of cuBLAS: torch gives it 8 MiB in the forward pass and 8 in the backward pass,
@@ -78,11 +80,13 @@ class Workload:
     # Keep only the input of a block, and compute the rest again in the backward pass.
     recompute: bool = False
 
-    def with_cfg(self, cfg: TrainConfig) -> "Workload":
-        """Return this workload with the values of the settings."""
-        load = replace(self, optimizer=cfg.optimizer, shard=cfg.shard)
+    @classmethod
+    def of(cls, cfg: TrainConfig, plan: Plan, machine: Machine) -> "Workload":
+        """Return that of a run. plan: its batch; machine: one of its ranks."""
+        sizes = (plan.batch_size, cfg.block_size, plan.accum, machine.dtype, plan.compiled)
+        load = cls(*sizes, machine.device.type, machine.world, cfg.shard, cfg.optimizer)
         documents = cfg.documents in ("mask", "pack")
-        return replace(load, recompute=cfg.recompute == "blocks", documents=documents)
+        return replace(load, documents=documents, recompute=cfg.recompute == "blocks")
 
     @property
     def zero(self) -> int:

@@ -32,6 +32,7 @@ class Plan:
     # The tokens done then, as counted for the limit that ends the run: max_steps counts all steps
     # alike.
     start_count: int = 0
+    compiled: bool = False  # by torch.compile
 
     def tokens_at(self, step: int) -> int:
         """Return how many tokens the run has read when `step` steps are done."""

@@ -7,7 +7,6 @@ import math
 import os
 import resource
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ import torch
 from torch.amp import GradScaler
 
 from configurator import note
-from hardware.disk import Lock, set_aside
+from hardware.disk import set_aside
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, is_terminal, quoted
 from model import GPTConfig
@@ -40,6 +39,7 @@ from training.metrics import (
     start_metrics,
 )
 from training.plan import Plan, Progress
+from training.run_folder import RunFolder
 from training.settings import FREE, START, TRAINING, TrainConfig, on_resume
 from training.tracker import Tracker
 
@@ -57,22 +57,19 @@ class Report:
         plan: Plan,
         sets: list[DataSet],
         progress: Progress,
-        folder: Path,
+        run: RunFolder,
         records: list[dict],
-        lock: Lock | None = None,
     ):
         """Replace metrics.jsonl in the folder of the run, and start the tracker.
 
-        records: the first of metrics.jsonl. lock: of the folder, on rank 0.
+        records: the first of metrics.jsonl.
         """
         self.cfg = cfg
         self.machine = machine
         self.plan = plan
         self.sets = sets
         self.progress = progress
-        self.folder = folder
-        self.lock = lock
-        self.moved = False  # whether the folder is no longer that of the run
+        self.run = run
         self.lost = False  # whether a record could not be written
         # The seconds of the last evaluation, perhaps of an earlier process.
         self.eval_s = next((r["eval_s"] for r in reversed(records) if "eval_s" in r), None)
@@ -85,10 +82,10 @@ class Report:
         steps = dict(total=plan.steps, initial=progress.step)
         self.bar = ProgressBar("step", disable=not shown, **steps)
         if machine.is_main:
-            self.file = start_metrics(folder / "metrics.jsonl", records)
+            self.file = start_metrics(run.path / "metrics.jsonl", records)
             self.bar_context.enter_context(self.bar.pinned())
             if cfg.tracker not in ("none", "off"):
-                self.tracker = Tracker(cfg.tracker, folder, last_start(records), machine.print0)
+                self.tracker = Tracker(cfg.tracker, run.path, last_start(records), machine.print0)
 
     def outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
         """Count the last step, and report it if it overflowed or was bad.
@@ -104,7 +101,7 @@ class Report:
         elif outcome == "bad":
             problem = f"loss {loss:.4g}, norm of the gradient {grad_norm:.4g}"
             record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
-            read = f"python prepare.py --inspect {shlex.quote(str(self.folder))} --step {step}"
+            read = f"python prepare.py --inspect {shlex.quote(str(self.run.path))} --step {step}"
             self.write(record, f"warning: {problem}: step skipped; to read its texts: {read}")
 
     def step(
@@ -204,24 +201,12 @@ class Report:
         record = dict(step=step, saved=path.name, save_s=seconds)
         self.write(record, f"saved {path} in {seconds:.1f} s")
 
-    def owns_folder(self) -> bool:
-        """Return whether the folder is still that of this run. If it is not, the run is to end."""
-        if self.lock and not self.lock.is_held():
-            self.lose_folder()
-        return not self.moved
-
-    def lose_folder(self) -> None:
-        """End the run after this step: its folder, or ckpt/ in it, is another one now."""
-        if not self.moved:
-            self.moved = True
-            os.kill(os.getpid(), signal.SIGTERM)  # all ranks finish the step, and the run is saved
-
     def write(self, record: dict, line: str = "") -> None:
         """Report one event: a record for programs, and a line for people."""
         if not self.machine.is_main:
             return
         with self.mutex:
-            self.owns_folder()  # the file itself is ours, wherever it was moved
+            self.run.is_ours()  # the file itself is ours, wherever it was moved
             try:
                 print(json_line(record), file=self.file, end="", flush=True)
             except OSError as e:
@@ -236,12 +221,12 @@ class Report:
 
     def draw(self) -> None:
         """Start to draw loss.png, unless an earlier drawing is still running."""
-        if not self.machine.is_main or self.cfg.tracker == "off" or not self.owns_folder():
+        if not self.machine.is_main or self.cfg.tracker == "off" or not self.run.is_ours():
             return
         if self.drawing and self.drawing.poll() is None:
             return
         self.drawn = time.monotonic()
-        command = [sys.executable, str(PLOT), str(self.folder)]
+        command = [sys.executable, str(PLOT), str(self.run.path)]
         streams = dict(stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
         with suppress(OSError):  # close() says that there is no picture
             # In a session of its own, it does not receive the Ctrl-C that stops this process.
@@ -252,14 +237,14 @@ class Report:
         """Draw the last picture, and end the run at the tracker."""
         if not self.machine.is_main:
             return
-        if self.progress.losses and self.cfg.tracker != "off" and not self.moved:
-            text = f"note: no loss plot; to draw it: python plot.py {self.folder}"
+        if self.progress.losses and self.cfg.tracker != "off" and not self.run.moved:
+            text = f"note: no loss plot; to draw it: python plot.py {self.run.path}"
             with suppress(subprocess.TimeoutExpired):
                 if self.drawing:
                     self.drawing.wait(END_SECONDS)
                 self.draw()
                 if self.drawing and self.drawing.wait(END_SECONDS) == 0:
-                    text = f"loss plot: {self.folder / 'loss.png'}"
+                    text = f"loss plot: {self.run.path / 'loss.png'}"
             self.machine.print0(text)
         if self.tracker:
             self.tracker.close()
@@ -284,7 +269,7 @@ def log_line(record: dict[str, Any]) -> str:
 
 
 def first_records(
-    path: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], c: GPTConfig, progress: Progress
+    run: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], c: GPTConfig, progress: Progress
 ) -> list[dict]:
     """Return the records that metrics.jsonl has when this process starts to train.
 
@@ -292,7 +277,7 @@ def first_records(
     this start.
     """
     step = progress.step
-    before = read_metrics(path)
+    before = read_metrics(path := run / "metrics.jsonl")
     records = records_until(before, step) if step else []
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
@@ -304,7 +289,7 @@ def first_records(
         settings |= model_settings | {"preset": architecture_of(c).name}
     ids = [record["tracker_run"] for record in records if "tracker_run" in record]
     # `prepare.py --inspect RUN --step N` reads this record to find a step's texts.
-    run = {
+    start = {
         "step": step,
         "first_sample": progress.samples - progress.data_begun,
         "settings": settings,
@@ -330,9 +315,9 @@ def first_records(
     # Steps that will not be repeated in the same way, because the last start saved nothing, or
     # because the run resumes before them with other settings.
     is_lost = any(record["step"] > step for record in before)
-    if path.exists() and (not step or (is_lost and trained_with(last) != trained_with(run))):
+    if path.exists() and (not step or (is_lost and trained_with(last) != trained_with(start))):
         note(f"{path} is kept as {set_aside(path, 'metrics_kept.jsonl').name}")
-    return [*records, run]
+    return [*records, start]
 
 
 def trained_with(run: dict) -> list:

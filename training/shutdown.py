@@ -6,15 +6,13 @@ import sys
 import torch.distributed as dist
 
 from configurator import UserError
-from hardware.disk import Lock
 from hardware.machine import Machine
-from training.checkpoint import Saver, newest_checkpoint
+from training.checkpoint import Saver
 from training.plan import Progress
+from training.run_folder import newest_checkpoint
 
 
-def end_run(
-    machine: Machine, saver: Saver, progress: Progress, lock: Lock | None, stopped: bool
-) -> None:
+def end_run(machine: Machine, saver: Saver, progress: Progress, stopped: bool) -> None:
     """End the run after its last checkpoint: release its folder, and say how to continue it.
 
     Exits with 128 + number after a signal. Raises UserError if a checkpoint is missing, or if too
@@ -26,8 +24,7 @@ def end_run(
         machine.print0(f"checkpoint: {newest}")
     if dist.is_initialized():
         dist.destroy_process_group()
-    if lock:
-        lock.release()
+    saver.run.release()
     goes_on = "nothing was saved yet"
     if newest:
         name = saver.folder.parent.name

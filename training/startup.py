@@ -36,19 +36,18 @@ from text.dataset import (
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
-from training.checkpoint import (
-    Saved,
+from training.checkpoint import Saved, intact_checkpoint
+from training.huggingface import NANOGPT, from_pretrained, read_shape
+from training.metrics import read_metrics, records_until
+from training.plan import Progress
+from training.run_folder import (
     complete_checkpoints,
     holds_files,
-    intact_checkpoint,
     newest_checkpoint,
     newest_run,
     step_of,
     with_model,
 )
-from training.huggingface import NANOGPT, from_pretrained, read_shape
-from training.metrics import read_metrics, records_until
-from training.plan import Progress
 from training.settings import (
     FIXED,
     FREE,

@@ -13,8 +13,8 @@ import torch
 
 from model import Kernels
 from text.dataset import load_tokenizer
-from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
+from training.run_folder import newest_checkpoint
 
 TEXT = "ROMEO:\nWhat is love?\n\nJULIET:\nIt is a fire, my lord."
 SHADES = " .:-=+*#%@"

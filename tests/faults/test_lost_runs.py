@@ -44,9 +44,10 @@ from plot import read_run
 from text.dataset import load_tokenizer, open_datasets
 from text.windows import DataSet
 from training import checkpoint, startup
-from training.checkpoint import lock_run, newest_run, shared_files
+from training.checkpoint import shared_files
 from training.metrics import read_metrics
 from training.plan import Progress, make_plan
+from training.run_folder import RunFolder, newest_run
 from training.schedule import lr_at
 from training.settings import TrainConfig, model_config
 
@@ -236,7 +237,7 @@ def test_linked_checkpoints_are_refused_and_stay(finished, trains, tmp_path, ref
 @pytest.mark.parametrize("more", ["--seed=7", "--overwrite", "--init_from=resume"])
 def test_a_run_has_one_writer(copied, trains, tmp_path, refuses, more):
     files = visible(copied)
-    lock = lock_run(copied)
+    lock = RunFolder(copied)
     assert str(copied) in refuses(lambda: trains(more))
     assert visible(copied) == files
     lock.release()
@@ -255,20 +256,20 @@ def test_without_locks_a_file_names_the_one_writer(tmp_path, monkeypatch, number
     def refused(holder: str) -> str:
         path.write_text(holder)
         with pytest.raises(UserError) as error:
-            lock_run(path.parent)
+            RunFolder(path.parent)
         assert path.read_text() == holder
         return str(error.value)
 
-    lock_run(path.parent).release()
+    RunFolder(path.parent).release()
     assert all(word in refused("1234\nnode7\n") for word in ("1234", "node7", f"delete {path}"))
     refused(f"{os.getppid()}\n{here}\n")  # it is running
     ended = subprocess.Popen(["true"])
     ended.wait()
     path.write_text(f"{ended.pid}\n{here}\n")
-    lock = lock_run(path.parent)
+    lock = RunFolder(path.parent)
     assert lock.is_held() and path.read_text().split()[:2] == [str(os.getpid()), here]
     with pytest.raises(UserError):
-        lock_run(path.parent)
+        RunFolder(path.parent)
     path.rename(path.with_name("moved"))
     path.write_text("1234\nnode7\n")
     assert not lock.is_held()
@@ -309,7 +310,7 @@ def unlocked(run: Path, other: Path) -> None:
 def replaced(run: Path, other: Path) -> None:
     moved(run, other)
     shutil.copytree(other, run)
-    lock_run(run).release()
+    RunFolder(run).release()
 
 
 def checkpoints_replaced(run: Path, other: Path) -> None:
@@ -337,8 +338,6 @@ def test_a_run_writes_no_folder_but_its_own(
     if change in (replaced, checkpoints_replaced):
         assert visible(run / "ckpt") == visible(finished / "ckpt")
     assert run.exists() == (change not in (moved, deleted))
-    # ckpt/ is looked at when a checkpoint is due.
-    at = 8 if change is checkpoints_replaced else at
     assert saved(tmp_path / "run_moved2").name == f"step_0000000{at}"
     trains("--run_name=run_moved2", "--init_from=resume", "--max_steps=12")
     assert same(tmp_path / "run_moved2", straight, 12)
