@@ -100,7 +100,7 @@ def follow(tree: Path, blocks: list[tuple[float, str, str]]) -> None:
             options = dict(shell=True, cwd=tree, env=os.environ | {"PATH": path}, text=True)
             done = subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, **options)
             print(f"{time.perf_counter() - began:.0f} s: {command}\n{done.stdout}", flush=True)
-            assert done.returncode in (0, 137), done.stdout  # 137: the stop that kills a run
+            assert done.returncode == 0, done.stdout
             assert missing(shown, done.stdout.splitlines(), tolerance) == [], done.stdout
 
 
