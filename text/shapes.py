@@ -81,10 +81,8 @@ class Fields:
         """Return the first of these names that holds text, or else that exists; "" if none does."""
         if self.names.keys().isdisjoint(names):
             return ""
-        for name in names:
-            if name in self.names and holds_text(self.record[self.names[name]]):
-                return name
-        return next(name for name in names if name in self.names)
+        present = [name for name in names if name in self.names]
+        return next((name for name in present if holds_text(self.value(name))), present[0])
 
     def take(self, name: str) -> str:
         """Read a field as field_text() does."""
@@ -92,7 +90,7 @@ class Fields:
             return ""
         key = self.names[name]
         self.read.add((id(self.record), key))
-        return field_text(self.record, key)
+        return field_text(self.record[key], key)
 
     def optional(self, name: str) -> str:
         """Read a field that may be missing, blank or false."""
@@ -101,31 +99,35 @@ class Fields:
         return "" if is_missing else self.take(name)
 
 
-def holds_text(value: Any) -> bool:
-    """Return whether field_text() reads a value as a text that is not blank."""
-    if isinstance(value, str):
-        return value != "" and not value.isspace()
-    if isinstance(value, list):
-        return all(isinstance(text, str) for text in value) and any(map(str.strip, value))
-    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+def as_text(value: Any) -> str | None:
+    """Return a value as text: a number as its digits, null as "", a list of texts as lines.
 
-
-def field_text(record: dict, key: str) -> str:
-    """Return a field as text: a number as its digits, null or a missing field as "".
-
-    The texts of a list become lines. Raises ValueError for anything else.
+    Returns None for anything else.
     """
-    value = record.get(key)
-    if type(value) is str:
+    if isinstance(value, str):
         return value
+    if value is None:
+        return ""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
-    if isinstance(value, float) and not math.isfinite(value):  # json reads NaN and Infinity
-        raise ValueError(f"{key} is {value}, not text")
-    if isinstance(value, int | float | None):
-        return "" if value is None else str(value)
-    way = {dict: f": name a field in it, {key}.NAME, by --fields", list: f": or {key}.0.NAME"}
-    raise ValueError(f"{key} is a {type(value).__name__}, not text{way.get(type(value), '')}")
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return str(value) if is_number else None  # json reads NaN and Infinity
+
+
+def holds_text(value: Any) -> bool:
+    """Return whether a value is a text that is not blank, or a number."""
+    text = as_text(value)
+    return bool(text) and not text.isspace() and type(value) is not bool
+
+
+def field_text(value: Any, name: str) -> str:
+    """Return a field as as_text() does. Raises ValueError if it is no text."""
+    text = as_text(value)
+    if text is None:
+        what = value if isinstance(value, float) else f"a {type(value).__name__}"
+        way = {dict: f": name a field in it, {name}.NAME, by --fields", list: f": or {name}.0.NAME"}
+        raise ValueError(f"{name} is {what}, not text{way.get(type(value), '')}")
+    return text
 
 
 def listed(record: dict) -> str:
@@ -438,7 +440,7 @@ def chosen_fields(record: dict, fields: str, read: set) -> str:
             place = id(inner), key
             inner = inner[key]
         read.add(place)
-        return field_text({name: inner}, name)
+        return field_text(inner, name)
 
     if "{" in fields:
         return FIELD.sub(lambda m: text(m[1]), fields.replace("\\n", "\n"))
