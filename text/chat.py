@@ -36,6 +36,12 @@ NO = {"false", "0", "0.0"}
 YES = {"true", "1", "1.0", "none"}
 
 
+# The parts of a document: texts, which are encoded one by one, and SPECIAL for each special token:
+# <|im_start|> and <|im_end|> take turns.
+SPECIAL = None
+Parts = list[str | None]
+
+
 class Turn(NamedTuple):
     """A message of a conversation."""
 
@@ -78,27 +84,25 @@ def turns_of(messages: list[dict]) -> list[Turn]:
     return turns
 
 
-def chatml(turns: list[Turn]) -> list[list[str]]:
-    """Return the spans of text between the special tokens: start, end, start, end, ...
+def chatml(turns: list[Turn]) -> Parts:
+    """Return the parts of the messages of a conversation.
 
-    A span is a list of texts, which are encoded one by one. The header of a message, `user` and a
-    line end, is one of them. So its tokens are those of a prompt, even if the content starts with
-    spaces, with which a line end may form one token.
+    The header of a message, `user` and a line end, is a part. So its tokens are those of a prompt,
+    even if the content starts with spaces, with which a line end may form one token.
     """
-    spans = [[""]]
+    parts: Parts = []
     for turn in turns:
-        spans += [[f"{turn.role}\n", turn.content], ["\n"]]
+        parts += [SPECIAL, f"{turn.role}\n", turn.content, SPECIAL, "\n"]
+    return parts
+
+
+def flag_parts(turns: list[Turn]) -> Parts:
+    """Return the parts after the messages, if some of the answers are not to be learned."""
     learned = [turn.is_learned for turn in turns if turn.role == "assistant"]
-    if not all(learned):
-        for is_learned in learned:
-            spans += [["" if is_learned else "\n"], [""]]
-    return spans
-
-
-def without_flags(spans: list[list[str]]) -> list[list[str]]:
-    """Return the spans of a document without those that say which answers are learned."""
-    messages = sum(len(span) == 2 for span in spans)  # a header and a content each
-    return spans[: 1 + 2 * messages]
+    parts: Parts = []
+    for is_learned in learned if not all(learned) else []:
+        parts += [SPECIAL, SPECIAL] if is_learned else [SPECIAL, "\n", SPECIAL]
+    return parts
 
 
 def message_ids(role: str, content: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from configurator import UserError
 from hardware.terminal import plural
-from text.chat import chatml_ids
+from text.chat import SPECIAL, chatml_ids
 from text.dataset import id_type
 from text.formats import Chunk, Source
 from text.pool import map_chunks
@@ -116,19 +116,17 @@ class Encoder:
         return SPECIAL_NAMES + [re.compile("|".join(longest_first))] * bool(own)
 
     def document_ids(self, encoded: list[np.ndarray], document: Document) -> np.ndarray:
-        """Return the ids (n,) of a document: its texts, with special tokens between its spans."""
-        if len(document.spans) == 1:
+        """Return the ids (n,) of a document: of its texts, and of its special tokens."""
+        if SPECIAL not in document.parts:
             return encoded[0].astype(self.dtype)
         ids = chatml_ids(self.tokenizer)
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
             spaces = f"it adds spaces to texts, or its eos is {IM_END}"
             problem = spaces if ids else f"it lacks {IM_START} and {IM_END}, or they strip spaces"
             raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: use --tokenizer=train")
-        parts = iter(encoded)
-        joined = []
-        for special, span in zip(itertools.cycle(ids), document.spans):
-            joined += [*itertools.islice(parts, len(span)), [special]]
-        return np.concatenate(joined[:-1]).astype(self.dtype)
+        specials, texts = itertools.cycle(ids), iter(encoded)
+        joined = [[next(specials)] if part is SPECIAL else next(texts) for part in document.parts]
+        return np.concatenate(joined).astype(self.dtype)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -56,25 +56,15 @@ class Lines(NamedTuple):
     A worker splits and decodes them, since this module runs on one core only.
     """
 
-    data: bytes  # a line that is too long may be cut, but only beyond the limit
+    data: bytes
     first: int  # number of the first line
 
 
 # (location, record) for each record of a file. The location is "file:line" or similar. The record
-# is a text, Lines, the source code of a Python module in bytes, a dict or other value from a
-# parser, or an Unreadable that says why it cannot be read.
+# is a text, Lines, the source code of a Python module in bytes, or a dict or other value from a
+# parser. A record that is longer than cfg.max_record may be cut, but only beyond the limit:
+# records.py refuses it.
 Records = Iterator[tuple[str, Any]]
-
-
-class Unreadable(ValueError):
-    """Why a record cannot be read. It stands in its place.
-
-    size: characters of the record, as far as it was read.
-    """
-
-    def __init__(self, problem: str, size: int = 0):  # pickle calls it without the size
-        super().__init__(problem)
-        self.size = size
 
 
 def characters(record: Any) -> int:
@@ -84,20 +74,11 @@ def characters(record: Any) -> int:
     for value in values:  # it grows
         if isinstance(value, str | bytes):
             total += len(value)
-        elif isinstance(value, Unreadable):
-            total += value.size
         elif isinstance(value, dict):
             values += value.values()
         elif isinstance(value, list | Lines):
             values += value
     return total
-
-
-def limited(record: Any, limit: int) -> Any:
-    """Return a record, or the error that replaces a longer one than the limit."""
-    if (size := characters(record)) > limit:
-        return Unreadable(f"longer than --max_record_mb={limit / 1e6:g}", size)
-    return record
 
 
 # The byte order mark of UTF-16. The first of the two may also begin that of UTF-32.
@@ -152,7 +133,7 @@ def read_txt(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
     """Yield the documents of a text file: the file, or its lines, or its blocks of lines."""
     f, limit = text_of(stream, cfg), cfg.max_record
     if cfg.txt == "file":
-        yield source.name, limited(f.read(limit + 1), limit)
+        yield source.name, f.read(limit + 1)
         return
     lines = enumerate(lines_of(f, limit), 1)
     for is_blank, block in itertools.groupby(lines, lambda numbered: numbered[1].isspace()):
@@ -165,7 +146,7 @@ def read_txt(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
                         text += line
             # The last line end is removed: the block at the end of a file may have none, and equal
             # blocks must give equal texts.
-            yield f"{source.name}:{number}", limited(text.removesuffix("\n"), limit)
+            yield f"{source.name}:{number}", text.removesuffix("\n")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,7 +218,7 @@ def read_json(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
 
 
 def read_csv(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield each row as a dict: column -> text.
+    """Yield each row as a dict: column -> text. None is the key of fields beyond the header's.
 
     Raises UserError for a row that cannot be parsed: the start of the next row is then unknown.
     """
@@ -255,9 +236,6 @@ def read_csv(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
             raise csv.Error("two columns have the same name: rename one of them")
         start = rows.line_num + 1
         for row in rows:
-            if None in row:
-                problem = "more fields than the header: quote fields with a separator"
-                row = Unreadable(problem, characters(row))
             yield f"{source.name}:{rows.line_num}", row
             start = rows.line_num + 1
     except csv.Error as e:
@@ -321,7 +299,7 @@ def read_parquet(stream: Stream, source: Source, cfg: PrepareConfig) -> Records:
             batches = table.iter_batches(256, columns=columns, use_threads=False)
             rows = (dict.fromkeys(names) | row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield f"{source.name}: row {number}", limited(row, cfg.max_record)
+                yield f"{source.name}: row {number}", row
     except (pyarrow.ArrowException, ValueError, OverflowError) as e:  # also a date beyond Python's
         reason = str(e).splitlines()[0][:120]
         raise UserError(f"{source.name}: not a readable Parquet file ({reason})") from None
@@ -353,8 +331,8 @@ class Chunk(NamedTuple):
 def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
     """Yield the records of all files in order.
 
-    A record that is longer than cfg.max_record becomes an Unreadable, and is never in memory as a
-    whole. Raises UserError for a file that cannot be read, is damaged, or changes.
+    A record that is much longer than cfg.max_record is never in memory as a whole. Raises UserError
+    for a file that cannot be read, is damaged, or changes.
     """
     earlier = 0  # bytes of the files so far
     records: list[tuple[str, Any]] = []

@@ -13,9 +13,9 @@ from json import JSONDecodeError
 from typing import Any, NamedTuple
 
 from configurator import UserError, harmless
-from text.chat import RECORD_FLAGS, chatml, is_refused, turns_of, without_flags
+from text.chat import RECORD_FLAGS, SPECIAL, Parts, chatml, flag_parts, is_refused, turns_of
 from text.docstrings import conversations, documentation
-from text.formats import DECODER, Chunk, Lines, Unreadable, characters, limited
+from text.formats import DECODER, Chunk, Lines, characters
 from text.settings import PrepareConfig
 from text.shapes import read_conversation, record_text
 
@@ -32,15 +32,13 @@ class Document(NamedTuple):
     """A document before it becomes tokens."""
 
     location: str  # file:line or similar
-    # Its text. A conversation is cut at its special tokens, which are not text, and after the
-    # header of each message (chat.py).
-    spans: list[list[str]]
-    utf8: bytes  # of its text; 0xFF, which is not UTF-8, stands for each special token
+    parts: Parts  # its text, or the parts of a conversation (chat.py)
+    utf8: bytes  # to_utf8() of them, without the flags
     characters: int  # of its record
 
     @property
     def texts(self) -> list[str]:
-        return list(itertools.chain.from_iterable(self.spans))
+        return [part for part in self.parts if part is not SPECIAL]
 
 
 @dataclass
@@ -127,10 +125,11 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         tally.records += 1
         tally.characters["read"] += size
         try:
-            spans, shape = parse_record(record, cfg, tally)
+            if size > cfg.max_record:
+                raise ValueError(f"longer than --max_record_mb={cfg.max_record_mb:g}")
+            parts, flags, shape = parse_record(record, cfg, tally)
             # Its hash decides the split, and must not depend on which answers are learned.
-            messages = without_flags(spans)
-            utf8 = b"\xff".join(to_utf8("".join(span), cfg.encoding) for span in messages)
+            utf8 = to_utf8(parts, cfg.encoding)
         except (ValueError, RecursionError) as e:
             tally.characters["bad"] += size
             line = f", line {e.args[1]}" if isinstance(record, str) and e.args[1:] else ""
@@ -139,14 +138,14 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
             tally.reject(location + line, str(e.args[0]))
             continue
         tally.shapes[shape] += 1
-        if not spans:
+        if not parts:
             tally.dropped["marked as not to be learned"] += 1
             continue
-        found = [Document(location, spans, utf8, size)]
-        if cfg.separators and len(spans) == 1:
-            parts = re.split(f"({'|'.join(map(re.escape, cfg.split_at))})", spans[0][0])
-            tally.separators.update(parts[1::2])
-            found = [Document(location, [[p]], p.encode(), len(p)) for p in parts[::2]]
+        found = [Document(location, parts + flags, utf8, size)]
+        if cfg.separators and SPECIAL not in parts:
+            texts = re.split(f"({'|'.join(map(re.escape, cfg.split_at))})", parts[0])
+            tally.separators.update(texts[1::2])
+            found = [Document(location, [t], t.encode(), len(t)) for t in texts[::2]]
         full = [document for document in found if any(map(NOT_BLANK.search, document.texts))]
         if not full:
             tally.dropped["empty"] += 1
@@ -157,16 +156,17 @@ def unpack(location: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str
     """Yield (location, record, characters) for each record in a record of a Chunk.
 
     These are the lines of Lines that are not blank, decoded from JSON; the texts of a Python
-    module, or with cfg.chat the conversations about it; and any other record itself.
+    module, or with cfg.chat the conversations about it; and any other record itself. A line that
+    is longer than cfg.max_record is not decoded.
     """
     if isinstance(record, bytes):
         for text in (conversations if cfg.chat else documentation)(record, location):
             yield location, text, characters(text)
     elif isinstance(record, Lines):
         for number, line in enumerate(record.data.split(b"\n"), record.first):
-            place, size = f"{location}:{number}", len(line)
-            if size > cfg.max_record:
-                yield place, limited(line, cfg.max_record), size
+            place = f"{location}:{number}"
+            if len(line) > cfg.max_record:
+                yield place, None, len(line)
                 continue
             # Files that were joined may have a byte order mark within.
             try:
@@ -184,18 +184,20 @@ def json_value(text: str) -> Any:
     try:
         return DECODER.decode(text)
     except (JSONDecodeError, RecursionError):
-        return Unreadable("not JSON in one line: try --format=json or --encoding=utf-16")
+        return ValueError("not JSON in one line: try --format=json or --encoding=utf-16")
     except ValueError as e:
         return e
 
 
-def parse_record(record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[list[list[str]], str]:
-    """Return (spans, shape) of a record. Raises ValueError, which says what is wrong.
+def parse_record(record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[Parts, Parts, str]:
+    """Return (parts, flags, shape) of a record. Raises ValueError, which says what is wrong.
 
-    A conversation that is not to be learned has no spans.
+    A conversation that is not to be learned has no parts.
     """
     if isinstance(record, ValueError):
         raise record
+    if isinstance(record, dict) and None in record:  # of read_csv()
+        raise ValueError("more fields than the header: quote fields with a separator")
     if found := read_conversation(record, cfg.fields, cfg.chat):
         messages, shape, unread = found
         turns = turns_of(messages)
@@ -204,26 +206,27 @@ def parse_record(record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[list[li
             is_learned = False
         tally.leave_out(unread)
         tally.characters["text"] += sum(len(turn.content) for turn in turns)
-        return chatml(turns) if is_learned else [], f"{CHAT} {shape}"
+        return chatml(turns) if is_learned else [], flag_parts(turns), f"{CHAT} {shape}"
     text, shape, unread = record_text(record, cfg.fields)
     tally.leave_out(unread)
     tally.characters["text"] += len(text)
-    return [[text]], shape
+    return [text], [], shape
 
 
-def to_utf8(text: str, encoding: str) -> bytes:
-    """Return the text in UTF-8. Raises ValueError for a lone surrogate, which has no UTF-8.
+def to_utf8(parts: Parts, encoding: str) -> bytes:
+    """Return the texts in UTF-8, and 0xFF, which no UTF-8 has, for each special token.
 
-    encoding: of the file, which the text was decoded from with surrogateescape.
+    Raises ValueError for a lone surrogate, which has no UTF-8. encoding: of the file, which the
+    texts were decoded from with surrogateescape.
     """
     try:
-        return text.encode()
+        return b"".join([b"\xff" if part is SPECIAL else part.encode() for part in parts])
     except UnicodeEncodeError as e:
         # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
         problem = f"a byte of another --encoding than {encoding}, or half a character"
-        if name := chinese_encoding(text, encoding):
+        if name := chinese_encoding(e.object, encoding):
             problem = f"in {name}: iconv -f {name} -t utf-8 FILE, or, if all are, --encoding={name}"
-        raise ValueError(problem, text.count("\n", 0, e.start) + 1) from None
+        raise ValueError(problem, e.object.count("\n", 0, e.start) + 1) from None
 
 
 def chinese_encoding(text: str, encoding: str) -> str:
