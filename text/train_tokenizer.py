@@ -14,7 +14,7 @@ from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
 from text.pool import map_chunks
 from text.records import Tally, documents
 from text.settings import MADE_HERE, PrepareConfig
-from text.tokenizer import IM_END, IM_START, SentencePiece, Tokenizer
+from text.tokenizer import IM_END, IM_START, SentencePiece
 
 READING = "reading for the tokenizer"
 SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenizer is trained on
@@ -48,17 +48,12 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
             shutil.copyfile(file, folder / file.name)
     spec = str(path) if cfg.tokenizer in MADE_HERE else cfg.tokenizer
     tokenizer = find_tokenizer(spec, cfg.eos)
-    name = "trained" if cfg.tokenizer == "train" else Path(cfg.tokenizer).name or cfg.tokenizer
-    return save_tokenizer(tokenizer, folder) | {"called": name}
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict:
-    """Save a tokenizer in `folder`; return its description for meta.json."""
     info = tokenizer.save(folder)
-    info["sha256"] = file_sha256(folder / info["file"])
-    info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    files = (folder / info["file"], *hugging_face_files(folder))
-    return info | {"files": {file.name: file_sha256(file) for file in files}}
+    paths = (folder / info["file"], *hugging_face_files(folder))
+    hashes = {path.name: file_sha256(path) for path in paths}
+    info |= {"sha256": hashes[info["file"]], "vocab_size": tokenizer.vocab_size}
+    name = "trained" if cfg.tokenizer == "train" else Path(cfg.tokenizer).name or cfg.tokenizer
+    return info | {"eos_id": tokenizer.eos_id, "files": hashes, "called": name}
 
 
 def make_model(path: Path, sentences: list[str], **options) -> None:
