@@ -143,7 +143,8 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
             continue
         found = [Document(location, parts + flags, utf8, size)]
         if cfg.separators and SPECIAL not in parts:
-            texts = re.split(f"({'|'.join(map(re.escape, cfg.split_at))})", parts[0])
+            (text,) = found[0].texts
+            texts = re.split(f"({'|'.join(map(re.escape, cfg.split_at))})", text)
             tally.separators.update(texts[1::2])
             found = [Document(location, [t], t.encode(), len(t)) for t in texts[::2]]
         full = [document for document in found if any(map(NOT_BLANK.search, document.texts))]
