@@ -32,10 +32,18 @@ from text.dataset import DataSet, open_datasets, open_windows
 from training.banner import rows_of_model, rows_of_plan
 from training.batch_size import plan_run
 from training.huggingface import read_shape
-from training.memory import SHARDS, Workload, bytes_needed, largest_batch, overhead, step_memory
+from training.memory import Workload, bytes_needed, largest_batch, overhead, step_memory
 from training.plan import Plan
 from training.run_folder import with_model
-from training.settings import TrainConfig, extend_context, model_config, with_data
+from training.settings import (
+    OPTIMIZERS,
+    SHARDABLE,
+    SHARDS,
+    TrainConfig,
+    extend_context,
+    model_config,
+    with_data,
+)
 
 
 @dataclass(frozen=True)
@@ -210,8 +218,8 @@ def print_choices(run: PlannedRun) -> PlannedRun:
         flags = [f"--shard={shard}"] * (shard != "none") + ["--recompute=blocks"] * again
         choices[" ".join(flags)] = replace(workload, shard=shard, recompute=again)
     fitting = [flags for flags in choices if predicted_to_fit(run, choices[flags])]
-    for name in ("adamw", "muon", "adafactor"):
-        if name != workload.optimizer and not (workload.zero and name == "adafactor"):
+    for name in SHARDABLE if workload.zero else OPTIMIZERS:
+        if name != workload.optimizer:
             choices[f"--optimizer={name}"] = replace(workload, optimizer=name)
     rows = {}
     for flags, choice in choices.items():

@@ -51,6 +51,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while numpy is loaded, until run()
 
 from configurator import UserError, columns, folded, harmless, note, parse, run
+from hardware.containers import cpu_quota
 from hardware.disk import (
     LOCK,
     Lock,
@@ -199,7 +200,8 @@ def number_of_workers(cfg: PrepareConfig, total: int) -> int:
     if cfg.workers or total < 4e6:  # starting processes would take longer than the work
         return cfg.workers or 1
     is_limited = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if is_limited else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if is_limited else os.cpu_count() or 1
+    return max(1, min(cores, int(cpu_quota())))
 
 
 def write_set(

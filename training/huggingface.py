@@ -110,7 +110,7 @@ ROPE = {
 # Settings with the only value that model.py computes: other settings that the four classes read,
 # and the factors and caps of related classes. All other settings of a config.json are ignored, such
 # as its author and the settings of training and sampling.
-FIXED = dict(
+ONLY_VALUES = dict(
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
     is_causal=True, use_sliding_window=False, layer_types=[], partial_rotary_factor=1.0,
     quantization_config={}, auto_map={}, attn_logit_softcapping=None, final_logit_softcapping=None,
@@ -193,7 +193,7 @@ def from_config(d: dict) -> GPTConfig:
             advice = "if it does not change the model, delete the line"
             raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not supported: {advice}")
         return c
-    expected = FIXED | hf_settings(a, c)
+    expected = ONLY_VALUES | hf_settings(a, c)
     layer_types = settings.get("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
     for key in settings.keys() & expected.keys() - {"n_ctx", "embd_pdrop", "attn_pdrop"}:

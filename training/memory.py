@@ -54,12 +54,11 @@ from hardware.machine import Machine
 from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.plan import Plan
-from training.settings import TrainConfig
+from training.settings import SHARDS, TrainConfig
 
 # The workspace of cuBLAS: torch gives it 8 MiB in the forward pass and 8 in the backward pass,
 # which runs in another thread. (On a GPU of capability 9.0, 32 MiB each; that is not counted.)
 CUBLAS = 2 * 8320 * 1024
-SHARDS = ("none", "optimizer", "gradients", "all")  # by the stage of ZeRO
 PARTS = ("optimizer", "cuBLAS", "weights", "gradients", "activations", "logits", "temporary")
 
 
@@ -143,6 +142,8 @@ def optimizer_memory(model: GPT, load: Workload) -> tuple[float, float]:
     params = list(model.parameters())
     if load.optimizer == "adafactor":  # it updates one parameter at a time
         return 4 * sum(sum(p.shape) for p in params), 4 * max(p.numel() for p in params)
+    if load.optimizer not in ("adamw", "muon"):
+        raise NotImplementedError(f"the memory of {load.optimizer}")
     ranks = load.world if load.zero else 1
     # In Muon's stacks: all matrices of one shape.
     numbers: dict[torch.Size, float] = defaultdict(float)

@@ -213,4 +213,6 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     if cfg.optimizer == "muon":
         dtype = torch.bfloat16 if machine.dtype == torch.bfloat16 else torch.float32
         return Muon(groups, cfg.lr, betas, dtype, fused)
+    if cfg.optimizer != "adamw":
+        raise NotImplementedError(cfg.optimizer)
     return torch.optim.AdamW(groups, cfg.lr, betas, fused=fused)

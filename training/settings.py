@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from configurator import UserError, metadata_of, note, option
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
@@ -18,6 +18,12 @@ FREE = "free"  # it changes the model by rounding at most
 REPORTS = "reports"  # it changes what is reported and saved; the change is listed
 ORDER = "order"  # it changes the order of windows: some are read twice, others never
 FIXED = "fixed"  # another value is refused
+
+OptimizerName = Literal["adamw", "muon", "adafactor"]
+OPTIMIZERS = get_args(OptimizerName)
+SHARDABLE = ("adamw", "muon")  # by `shard`
+Shard = Literal["none", "optimizer", "gradients", "all"]
+SHARDS = get_args(Shard)  # by the stage of ZeRO
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ class TrainConfig:
     max_epochs: float = option(0.0, "number of passes over train.bin", minimum=0)
     max_tokens: int = option(0, "number of tokens", minimum=0)
 
-    optimizer: Literal["adamw", "muon", "adafactor"] = option(
+    optimizer: OptimizerName = option(
         "adamw",
         "muon: Muon for the matrices of the blocks, AdamW for the rest",
         group="Optimizer",
@@ -250,7 +256,7 @@ class TrainConfig:
         "blocks: activation checkpointing, which keeps only the input of each block",
         group="Memory",
     )
-    shard: Literal["none", "optimizer", "gradients", "all"] = option(
+    shard: Shard = option(
         "none",
         "what is sharded over the ranks: the optimizer's state (ZeRO 1), gradients too (ZeRO 2), "
         "or all: weights too (ZeRO 3)",
@@ -296,8 +302,8 @@ class TrainConfig:
             problems.append("the run has no end: name a config, or give max_steps or max_epochs")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             problems.append("warmup_ratio + decay_ratio must be at most 1")
-        if self.shard != "none" and self.optimizer == "adafactor":
-            problems.append(f"shard={self.shard} needs optimizer adamw or muon")
+        if self.shard != "none" and self.optimizer not in SHARDABLE:
+            problems.append(f"shard={self.shard} needs optimizer {' or '.join(SHARDABLE)}")
         if self.tracker not in ("none", "off") and find_spec(self.tracker) is None:
             problems.append(f"tracker={self.tracker} needs: pip install {self.tracker}")
         return problems

@@ -229,10 +229,13 @@ def check_fits(
             other = f"--switch_data goes on with other data, or {other}"
         for side, hashes in ((then, old), (now, new)):
             side["data"] = ", ".join(f"{k} ({hashes[k]:.8})" for k in sorted(hashes))
-    if differ := [f"{k} was {then[k]}, is {now[k]}" for k in sorted(now) if then[k] != now[k]]:
+    if differ := [k for k in sorted(now) if then[k] != now[k]]:
+        if (asdict(c).keys() - {"block_size"}) & set(differ):  # a model keeps its shape
+            other = "start a new run with --run_name=NAME"
+        changed = "; ".join(f"{k} was {then[k]}, is {now[k]}" for k in differ)
         advice = "give the same settings and data as before (prepare.py keeps the data that it"
         advice += f" replaces as NAME.old if no input file is the same), or {other}"
-        raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
+        raise UserError(f"checkpoint {folder} does not fit: {changed}: {advice}")
 
 
 def with_origin(cfg: TrainConfig, saved: Saved) -> TrainConfig:
