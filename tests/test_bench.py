@@ -1,11 +1,9 @@
 import gzip
 import importlib
 import math
-import os
 import re
 import shlex
 import statistics
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -95,29 +93,6 @@ def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
     assert facts["tokens_per_s"].keys() == {"ours", "HF Trainer"}
 
 
-def check(module: str, argv: list[str]) -> None:
-    """Fail if a script does not know an option, or does not take its value. Nothing is run."""
-    names = vars(importlib.import_module(module)).items()
-    [settings] = [v for k, v in names if k.endswith("Config") and v.__module__ == module]
-    positional = {"prepare": "corpus", "judge": "files"}.get(module[6:], "")
-    given_settings(settings, argv, positional=positional)
-
-
-@pytest.mark.parametrize("toy", ["1", ""])
-def test_gpu_suite_gives_known_options(toy, tmp_path):
-    recorder = tmp_path / "python"
-    # Some commands run at the same time, so each is written to a file of its own.
-    recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" >$(mktemp {tmp_path}/call.XXXXXX)\n")
-    recorder.chmod(0o755)
-    environment = os.environ | {"TOY": toy, "OUT": str(tmp_path / "out"), "PYTHON": str(recorder)}
-    subprocess.run(["bash", REPO / "bench" / "gpu_suite.sh"], env=environment, check=True)
-    calls = [file.read_text().rstrip("\0").split("\0") for file in tmp_path.glob("call.*")]
-    benches = [argv for how, *argv in calls if how == "-m" and argv[0] != "pytest"]
-    for module, *options in benches:
-        check(module, options)
-    assert {argv[0] for argv in benches} == {"bench.compare", "bench.roof", "bench.sweep"}
-
-
 @pytest.mark.parametrize("page", ["results.md", "extending.md"])
 def test_published_commands_give_known_options(page, monkeypatch):
     monkeypatch.chdir(REPO)
@@ -126,6 +101,10 @@ def test_published_commands_give_known_options(page, monkeypatch):
     text = (REPO / "docs" / page).read_text()
     commands = re.findall(rf"^    python -m (bench\.\w+)({quoted})$", text, re.MULTILINE)
     assert commands
+    positional = {"bench.prepare": "corpus", "bench.judge": "files"}
     for module, options in commands:
+        names = vars(importlib.import_module(module)).items()
+        [settings] = [v for k, v in names if k.endswith("Config") and v.__module__ == module]
         argv = shlex.split(options.replace("\\\n", " "), comments=True)
-        check(module, [a for a in argv if a not in ("--help", "bench/questions/dropout.py")])
+        argv = [a for a in argv if a not in ("--help", "bench/questions/dropout.py")]
+        given_settings(settings, argv, positional=positional.get(module, ""))

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import signal
 import statistics
 from functools import partial
 from pathlib import Path
@@ -63,44 +61,23 @@ def settings(run: Path) -> dict:
     return json.loads((run / "metrics.jsonl").open().readline())["settings"]
 
 
-# -- runs --
-
-
 @pytest.mark.slow
-def test_only_a_changed_run_is_trained_again(answered, tiny_data, tmp_path):
-    shutil.copytree(answered / "out", tmp_path / "out")
-    times = trained(tmp_path / "out")
+def test_only_what_is_changed_or_unfinished_is_trained(answered, tiny_data, tmp_path):
+    out = shutil.copytree(answered / "out", tmp_path / "out")
+    times = trained(out)
+    killed = next(out.glob("*/ckpt/step_00000008"))  # the process that wrote this, before it
+    shutil.rmtree(killed)
+    records = killed.parents[1] / "metrics.jsonl"
+    records.write_text(records.read_text().partition('{"step": 8')[0])
     ask(tmp_path, tiny_data, QUESTION.replace("high", "higher"))  # only the name of a variant
-    assert trained(tmp_path / "out") == times
+    went_on = trained(out).items() - times.items()
+    assert [run for run, _ in went_on] == [records.parent.name]
+    assert metrics(records.parent, "loss").keys() == set(range(1, 9))
+    times = trained(out)
     ask(tmp_path, tiny_data, QUESTION.replace("1e-2", "2e-2"))
-    added = trained(tmp_path / "out").items() - times.items()
-    assert [settings(tmp_path / "out" / run)["lr"] for run, _ in added] == [2e-2, 2e-2]
-    assert len(trained(tmp_path / "out")) == len(times) + 2
-
-
-@pytest.mark.slow
-def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
-    """Ctrl-C is pressed when the second run begins."""
-    begun, train = [], lab.train
-
-    def interrupted(run, *args):
-        begun.append(run)
-        if len(begun) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return train(run, *args)
-
-    question = QUESTION.replace("lengths", "_")
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
-        patch.setattr(lab, "train", interrupted)
-        ask(tmp_path, tiny_data, question, seeds="1")
-    assert exit_info.value.code == 130
-    first = trained(tmp_path / "out")[begun[0].settings.run_name]
-    times = trained(ask(tmp_path, tiny_data, question, seeds="1"))
-    assert times[begun[0].settings.run_name] == first
-    assert max(metrics(begun[1].folder, "val_loss")) == 8
-
-
-# -- figures --
+    added = trained(out).items() - times.items()
+    assert [settings(out / run)["lr"] for run, _ in added] == [2e-2, 2e-2]
+    assert len(trained(out)) == len(times) + 2
 
 
 @pytest.mark.slow
@@ -139,44 +116,34 @@ def test_a_mixture_is_judged_by_the_mean_of_its_data_sets(tmp_path):
 LIMIT = 3 / math.sqrt(3)  # three standard errors of differences d - 1, d and d + 1
 
 
-VERDICTS = [
+@pytest.mark.parametrize("differences, verdict", [
     ([0.99 * LIMIT + x for x in (-1, 0, 1)], "no difference seen"),
     ([1.01 * LIMIT + x for x in (-1, 0, 1)], "worse"),
     ([-3, -4, -3.5], "better"),
     ([-3.0, -3.1], "too few seeds"),
-]
-
-
-@pytest.mark.parametrize("differences, verdict", VERDICTS)
+])  # fmt: skip
 def test_a_verdict_needs_three_standard_errors(differences, verdict):
     assert lab_results.verdict(differences) == verdict
 
 
-def run_with(*losses: float, tokens: int = 100, seconds: float = 1.0) -> Result:
-    at = np.linspace(tokens / len(losses), tokens, len(losses))
-    return Result(at, np.array(losses), {"tiny": losses[-1]}, 1000, seconds)
+def run_with(loss: float, tokens: float, seconds: float) -> Result:
+    return Result(np.array([tokens]), np.array([loss]), {"tiny": loss}, 1000, seconds)
 
 
-NEEDS = [
+@pytest.mark.parametrize("loss, sign, times", [
     (4.5, "", math.sqrt(0.5)),  # half of the way from 50 to 100 tokens, in the logarithm
     (4.0, "", 1.0),
     (3.2, "", 2.0),
     (2.0, ">", 4.0),
     (5.1, "<", 0.5),
-]
-
-
-@pytest.mark.parametrize("loss, sign, times", NEEDS)
+])  # fmt: skip
 def test_what_the_baseline_needs(loss, sign, times):
     of_length = {0.5: 5.0, 1: 4.0, 4: 2.4}
-    runs = {f"{x:g}": {1: run_with(y, tokens=100 * x, seconds=3 * x)} for x, y in of_length.items()}
-    runs["variant"] = {1: run_with(loss, tokens=100, seconds=6.0)}  # twice as slow
+    runs = {f"{x:g}": {1: run_with(y, 100 * x, 3 * x)} for x, y in of_length.items()}
+    runs["variant"] = {1: run_with(loss, 100, 6.0)}  # twice as slow
     row = lab_results.compare(runs, ["1", "0.5", "4"])[-1]
     assert row.needs_sign == sign
     assert (row.needs_tokens, row.needs_seconds) == pytest.approx((times, times / 2))
-
-
-# -- questions --
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("bench/questions/*.py")), ids=lambda p: p.stem)
