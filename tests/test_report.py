@@ -5,9 +5,7 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -94,15 +92,6 @@ def test_a_resume_records_each_step_once_and_does_not_time_the_first(copied, tra
     records = read_metrics(copied / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 9))
     assert metrics(copied, "step_ms").keys() == set(range(1, 9)) - {5}
-
-
-def test_the_step_after_the_first_is_timed_alone(trains, monkeypatch):
-    """Without the collection of garbage, which comes once, between the two. Here it takes a day."""
-    days = []
-    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 86_400 * len(days))
-    monkeypatch.setattr("hardware.machine.time", clock)
-    monkeypatch.setattr(train.gc, "collect", lambda: days.append(1))
-    assert max(metrics(trains(), "step_ms").values()) < 86_400_000 and days
 
 
 @pytest.fixture
