@@ -1,7 +1,7 @@
 """What a record says is read, or counted by its path: record shapes through prepare.py."""
 
 import pytest
-from conftest import call, write_jsonl
+from conftest import write_jsonl
 from test_prepare import prepare_set
 
 import prepare
@@ -11,86 +11,46 @@ from text.shapes import read_conversation, record_text
 
 SECTION = {"title": "c", "content": "d"}
 HALVES = [{"title": "c"}, {"content": 5}]
+INNER = [{"title": "h", "text": "b", "sections": [{"title": "i", "text": "c"}]}]
 # record -> its text; None: it is refused
 SHAPES = [
     ({"title": "a", "summary": None, "sections": [SECTION]}, "a\n\nc: d"),
-    ({"title": "甲", "content": "b"}, "甲：b。"),
-    ({"text": "as it is"}, "as it is"),
-    ({"content": "c"}, "c"),
-    ({"completion": "c"}, "c"),
-    ({"prompt": "p", "completion": "c"}, "p\nc"),
-    ({"prompt": "", "completion": "c"}, "c"),
-    ({"instruction": "i", "input": "", "output": "o"}, "i\no"),
-    ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
-    ({"title": "a", "summary": "b", "sections": HALVES}, "a: b\n\nc\n\n5"),
     ({"title": "甲", "summary": "b", "sections": HALVES}, "甲：bc：。：5。"),
-    ({"question": "?"}, None),
-    ({"text": 5}, "5"),
-    ({"text": None}, ""),
-    ({"text": ["a", "b"], "content": None}, "a\nb"),
-    ({"instruction": "i", "output": None}, "i"),
-    ({"text": {"0": "a"}}, None),
-    ({"text": b"a"}, None),
     ({"title": "甲", "content": ["b", "c"]}, "甲：b\nc。"),
-    ("as it is", "as it is"),
-    ({"title": 7, "content": "b"}, "7: b"),
-    ({"title": [{"a": 1}], "content": "b"}, None),
-    ({"title": float("nan"), "content": "b"}, None),
-    ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": [1]}]}, None),
-    (["a"], None),
-    # a title comes before any text
-    ({"title": "t", "text": "as it is"}, "t: as it is"),
-    ({"Title": "猫", "TEXT": "动物"}, "猫：动物。"),
-    ({"title": "t", "abstract": "a", "body": "b"}, "t: a\n\nb"),
+    ({"completion": "c"}, "c"),
     ({"abstract": "a"}, "a"),
+    ({"text": ["a", "b"], "content": None}, "a\nb"),
+    ("as it is", "as it is"),
+    (["a"], None),
+    ({"title": float("nan"), "content": "b"}, None),
+    # a title comes before any text
+    ({"Title": "猫", "TEXT": "动物"}, "猫：动物。"),
+    ({"title": "  ", "text": "文"}, "文"),
+    ({"title": "t", "abstract": "a", "body": "b"}, "t: a\n\nb"),
     ({"text": "lower", "TEXT": "upper"}, "lower"),
     # the encyclopedia form does not hide a text
     ({"title": "t", "summary": "s", "text": "b"}, "t: b"),
-    ({"summary": "s", "content": "b"}, "b"),
-    ({"title": "t", "sections": [], "text": "b"}, "t: b"),
-    ({"title": "t", "summary": "", "text": "b"}, "t: b"),
     ({"dialogue": "A: hi", "summary": "s"}, "A: hi"),
     ({"title": "t", "abstract": "a", "sections": [SECTION]}, "t: a\n\nc: d"),
-    ({"content": "", "text": "b"}, "b"),
-    ({"content": {"a": 1}, "text": "b"}, "b"),
-    ({"content": " ", "title": "t", "sections": [SECTION]}, "t\n\nc: d"),
     # sections of other names, and in sections
     ({"title": "t", "sections": [{"heading": "h", "text": "b"}]}, "t\n\nh: b"),
     ({"title": "t", "sections": [{"name": "h", "paragraphs": ["b", "c"]}]}, "t\n\nh: b\nc"),
-    (
-        {"title": "猫", "sections": [{"title": "分类", "content": None, "text": "家"}]},
-        "猫：分类：家。",
-    ),
-    (
-        {"sections": [{"title": "h", "text": "b", "sections": [{"title": "i", "text": "c"}]}]},
-        "h: b\n\ni: c",
-    ),
-    ({"sections": [{"sections": [SECTION]}]}, "c: d"),
+    ({"sections": INNER}, "h: b\n\ni: c"),
     ({"title": "t", "sections": [{"title": "h", "body": "lost text"}]}, None),
-    ({"title": "t", "sections": [{"title": "h", "paragraphs": [{"text": "b c"}]}]}, None),
-    ({"title": "t", "sections": ["b c"]}, None),
+    ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": [1]}]}, None),
     # questions and answers
-    ({"question": "q", "answer": "a"}, "q\na"),
-    ({"INSTRUCTION": "q", "RESPONSE": "a"}, "q\na"),
-    ({"prompt": "q", "response": "a"}, "q\na"),
     ({"input": "q", "output": "a"}, "q\na"),
+    ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
     ({"user": "q", "assistant": "a"}, "q\na"),
     ({"instruction": "q", "context": "c", "response": "a"}, "q\nc\na"),
-    ({"question": "q", "answer": ["a"]}, "q\na"),
     ({"question": "q", "answer": ["a", "b"]}, None),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, None),
-    ({"en": "a cat", "zh": "猫"}, None),
     ({"": "0", "question": "q", "answer": "a"}, "q\na"),
-    ({"": "no text", "title": "t"}, None),
     ({"content": "c", "question": "q", "answer": "a"}, "c\nq\na"),
     ({"text": "Q: q A: a", "instruction": "q", "output": "a"}, "Q: q A: a"),
     ({"problem": "p", "answer": "4", "solution": "2 + 2"}, "p\n2 + 2"),
     ({"question": "q", "choices": ["b", "c"], "answer": "A"}, None),
     ({"instruction": "i", "question": "q", "answer": "a"}, None),
-    ({"question": "q", "answer": "a", "response": "b"}, None),
-    ({"user": "john smith", "answer": "a"}, None),
-    ({"title": False, "text": "b"}, "b"),
-    ({"title": "  ", "text": "文"}, "文"),
     ({"role": "user", "content": "a message alone"}, None),
 ]
 
@@ -102,37 +62,20 @@ def test_known_record_shapes_and_no_others_become_text(record, text):
             record_text(record)
     else:
         assert record_text(record)[0] == text
+        assert not read_conversation(record, "", chat=False)
 
 
+DEEP = {"sections": [SECTION | {"sections": [SECTION | {"note": "n"}]}]}
 UNREAD = [
     ({"text": "b", "summary": "a b", "n": 5, "date": "2024-01-02 03:04"}, "", {"summary": 3}),
     ({"text": "b", "url": "https://a.b/c", "id": "a-7", "lang": "en"}, "", {"lang": 2}),
-    ({"text": "b", "meta": {"note": "一个", "ids": [1]}}, "", {"meta.note": 2}),
-    ({"Text": "b", "TITLE": "t", "Notes": ["a b", "c d"]}, "", {"Notes": 6}),
-    ({"text": "b", "sections": [{"text": "a b"}]}, "", {"sections[].text": 3}),
-    ({"sections": [SECTION | {"text": "a b"}]}, "", {"sections[].text": 3}),
-    (
-        {"sections": [SECTION | {"sections": [SECTION | {"note": "n"}]}]},
-        "",
-        {"sections[].sections[].note": 1},
-    ),
-    (
-        {"question": "q", "answer": "a", "solution": "b c", "notes": "d"},
-        "",
-        {"answer": 1, "notes": 1},
-    ),
+    (DEEP, "", {"sections[].sections[].note": 1}),
     ({"a": {"b": "read", "c": "not"}, "d": ["x", "y"]}, "a.b,d.0", {"a.c": 3, "d": 1}),
-    ({"q": "?", "a": "no", "label": 0}, "{q}{label}", {"a": 2}),
-    ({"text": "b", "": "c d"}, "", {"": 3}),
     ({"text": "b", "link": "http://t.cn/a1，一段很长的话"}, "", {"link": 21}),
     ({"text": "b", "smiles": "CC(=O)Oc1ccccc1" * 9}, "", {"smiles": 135}),
     ({"text": "b", "image": "data:image/png;base64,iVBOR/9w" * 9, "md5": "0a" * 99}, "", {}),
     ({"text": "b", "pairs": [("a", "b c")], "raw": b"a"}, "", {"pairs[]": 4, "raw": 0}),
-    ({"text": "b", "label": False, "history": []}, "", {"label": 0}),
     ({"text": "b", "label": True, "meta": {"train": False}}, "", {"meta.train": 0}),
-    ({"Title": "t", "Sections": [{"Title": "h", "Content": "b"}]}, "", {}),
-    ({"q": "?", "a": {"0": {"text": "x y"}}, "a.b": "c"}, "q,a.b", {"a.0.text": 3}),
-    ({"a": [{"text": "b c"}, {"text": "d e f"}]}, "a.1.text", {"a[].text": 3}),
 ]
 
 
@@ -144,38 +87,33 @@ def test_every_text_is_read_or_counted_by_its_path(record, fields, unread):
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TURNS = [("user", "q"), ("assistant", "a")]
 SYSTEM = [("system", "s"), *TURNS]
-HUMAN = {"from": "human", "value": "q"}
+NAMED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 UPPER = [{"role": "User", "text": "q"}, {"role": "ASSISTANT", "text": "a"}]
-TOOL = {"name": "a", "does": "b c"}
-PARTS = [{"type": "text", "text": "a", "note": "b c"}]
+EMPTY = {"role": "system", "content": ""}
+PAIR = {"human": "q", "assistant": "a"}
+PARTS = [{"type": "text", "text": "a", "note": "b c"}, {"type": "text", "value": "d"}]
+LONGER = [TURNS[0], ("assistant", "ad")]
 # record, fields, chat: its turns, and what is not read
 CONVERSATIONS = [
     ([Q, A], "", False, TURNS, {}),
     ({"messages": UPPER}, "", False, TURNS, {}),
-    ({"Conversations": [HUMAN, A]}, "", False, TURNS, {}),
+    ({"Conversations": NAMED}, "", False, TURNS, {}),
+    ({"messages": None, "conversations": [EMPTY, Q, A]}, "", False, TURNS, {}),
+    ({"messages": [{"role": "developer", "content": "s"}, Q, A]}, "", False, SYSTEM, {}),
     ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, "", False, SYSTEM, {}),
-    ({"conversation": [{"human": "q", "assistant": "a"}] * 2}, "", False, TURNS * 2, {}),
-    ({"system": "s", "user": "q", "assistant": "a"}, "", True, SYSTEM, {}),
+    ({"conversation": [PAIR] * 2}, "", False, TURNS * 2, {}),
+    (
+        {"prompt": "q", "completion": "a", "conversation": "its name"},
+        "",
+        True,
+        TURNS,
+        {"conversation": 8},
+    ),
     ({"question": "q", "answer": ["a"], "text": "Q: q A: a"}, "", True, TURNS, {"text": 9}),
-    ({"question": "q", "answer": "a", "text": "b c"}, "", True, [("user", "b c\nq"), TURNS[1]], {}),
-    ({"input": "q", "output": "a", "history": [["b c", "d"]]}, "", True, TURNS, {"history[]": 4}),
     ({"q": "q", "a": {"b": "a", "c": "c d"}}, "q,a.b", True, TURNS, {"a.c": 3}),
     ({"messages": [Q, A | {"think": "so on"}]}, "", False, TURNS, {"messages[].think": 5}),
-    ({"messages": [Q, A | {"mask": [1]}]}, "", False, TURNS, {"messages[].mask": 0}),
-    ({"messages": [Q, A], "trainable": False}, "", False, TURNS, {"trainable": 0}),
+    ({"messages": [Q, A | {"content": PARTS}]}, "", 0, LONGER, {"messages[].content[].note": 3}),
     ({"messages": [Q, A], "weight": 0.5, "tools": ""}, "", False, TURNS, {"weight": 0}),
-    ({"messages": [Q, A | {"label": "bad"}]}, "", False, TURNS, {"messages[].label": 3}),
-    (
-        {"messages": [Q, A], "tools": [TOOL] * 2},
-        "",
-        False,
-        TURNS,
-        {"tools[].name": 2, "tools[].does": 6},
-    ),
-    ({"messages": [Q, A | {"value": "other"}]}, "", False, TURNS, {"messages[].value": 5}),
-    ({"messages": [Q, A | {"content": PARTS}]}, "", 0, TURNS, {"messages[].content[].note": 3}),
-    ({"messages": [Q, A], "system": False, "loss": 0.0}, "", False, TURNS, {"loss": 0}),
-    ({"messages": [{"role": "developer", "content": "s"}, Q, A]}, "", False, SYSTEM, {}),
 ]
 
 
@@ -193,28 +131,25 @@ def test_a_flag_of_any_spelling_is_obeyed():
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
 REFUSED = [
-    ({"messages": [Q, CALL]}, False, ["message 2", "tool call"]),
-    ({"messages": [Q, A, {"role": "tool", "content": "7"}]}, False, ["message 3", "tool call"]),
-    ({"messages": [{"speaker": "x", "words": "q"}]}, False, ["message 1", "speaker, words"]),
-    ({"question": "q", "answer": ["a", "b"]}, True, ["answer", "--fields=question,answer.0"]),
+    ({"messages": [Q, CALL]}, ["message 2", "tool call"]),
+    ({"messages": [Q, A, {"role": "tool", "content": "7"}]}, ["message 3", "tool call"]),
+    ({"messages": [{"speaker": "x", "words": "q"}]}, ["message 1", "speaker, words"]),
 ]
 
 
-@pytest.mark.parametrize("record, chat, parts", REFUSED)
-def test_an_unreadable_conversation_is_named_with_its_reason(record, chat, parts):
+@pytest.mark.parametrize("record, parts", REFUSED)
+def test_an_unreadable_conversation_is_named_with_its_reason(record, parts):
     with pytest.raises(ValueError) as refusal:
-        turns_of(read_conversation(record, "", chat)[0])
+        turns_of(read_conversation(record, "", False)[0])
     assert all(part in str(refusal.value) for part in parts)
 
 
 ADVICE = [
     ({"Question": "q", "Options": ["b", "c"], "Answer": "A"}, "'{Question} {Options} {Answer}'"),
     ({"Question": "q", "Answer": ["a", "b"]}, "--fields=Question,Answer.0 "),
-    ({"question": "q", "context": "c", "answers": {"text": ["a"]}}, "--fields=question,NAME"),
     ({"Prompt": "q", "chosen": "a", "rejected": "b"}, "--fields=Prompt,NAME"),
     ({"total": "2", "data": [{"text": "a"}]}, "jq -c '.NAME[]'"),
     ({"messages": []}, "a conversation without messages"),
-    (["text"], "--format=json"),
 ]
 
 
@@ -229,22 +164,17 @@ def test_a_bad_record_s_reason_has_options_that_fit_it(record, advice):
 LOST = {"title": "a", "text": "some text", "notes": "that is much longer than the text is"}
 
 
-def test_more_text_left_than_read_stops_before_it_writes(tmp_path, refuses):
+def test_more_text_left_than_read_stops_before_it_writes(tmp_path, prints, refuses):
     path = write_jsonl(tmp_path / "a.jsonl", [LOST] * 40)
     options = ["--name=x", "--tokenizer=byte", f"--data_dir={tmp_path / 'data'}"]
     error = refuses(prepare.main, "--input", path, *options)
     assert "notes (1,440)" in error and "--fields=" in error and "--allow_unread" in error
     assert not (tmp_path / "data" / "x").exists()
     for choice in ("--allow_unread", "--fields=text"):
-        call(prepare.main, "--input", path, *options, choice)
+        report = prints(prepare.main, "--input", path, *options, choice)
+        assert "40 x notes, 1,440 characters" in report
         records = open_dataset(tmp_path / "data" / "x")["records"]
         assert records["unread"]["notes"] == 40 and records["unread_characters"]["notes"] == 1440
-
-
-def test_the_report_names_what_is_not_read(tmp_path, capsys):
-    records = [{"text": f"text number {i}", "abstract_of": "a b", "n": i} for i in range(40)]
-    prepare_set(tmp_path, write_jsonl(tmp_path / "a.jsonl", records))
-    assert "40 x abstract_of, 120 characters" in capsys.readouterr().out
 
 
 def test_keys_that_are_data_do_not_fill_the_memory(tmp_path):
