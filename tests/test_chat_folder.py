@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from conftest import call, prepared
 from test_hf_tokenizer import bpe, checkpoint, read, write_files
+from test_prepare import tiktoken_file
 
 import sample
-from hardware.disk import damage
+from configurator import UserError
 from text.chat import answer_header, chatml_ids, message_ids
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.hf_tokenizer import CHATML
+from text.tokenizer import Tiktoken
 from training.run_folder import CHECKPOINT_FILES
 
 THEIRS = {"chat_template": "{{ messages }}"}
@@ -125,38 +127,24 @@ def test_a_checkpoint_has_chat_files_in_its_manifest(chat_folder):
     tokenizer = load_tokenizer(chat_folder)
     template = (chat_folder / "chat_template.jinja").read_text(encoding="utf-8")
     assert template == ("{{ bos_token }}" if tokenizer.prefix else "") + CHATML
-    config = read(chat_folder / "tokenizer_config.json")
-    assert config["chat_template"] == template
-    assert (config.get("bos_token") is None) == (not tokenizer.prefix)
+    assert read(chat_folder / "tokenizer_config.json")["chat_template"] == template
     ends = [tokenizer.eos_id, chatml_ids(tokenizer)[1]]
     assert read(chat_folder / "generation_config.json")["eos_token_id"] == ends
     assert CHAT_FILES <= read(chat_folder / "manifest.json").keys()
     assert {path.name for path in chat_folder.iterdir()} <= {*CHECKPOINT_FILES}
-    assert not damage(chat_folder)
 
 
-def test_chat_warns_of_another_template(chat_folder, tmp_path, capsys):
+def test_chat_warns_of_another_template_and_needs_chatml(chat_folder, tmp_path, capsys):
     tokenizer = load_tokenizer(chat_folder)
     sample.check_chat(chat_folder, tokenizer)
     assert not capsys.readouterr().err
-    theirs = write_files(tmp_path, {"tokenizer_config.json": {"chat_template": "You are" + CHATML}})
-    sample.check_chat(theirs, tokenizer)
-    assert "has a chat template of its own" in capsys.readouterr().err
-    (theirs / "chat_template.jinja").write_bytes(CHATML.encode() + b"\r\n")  # of an editor
-    sample.check_chat(theirs, tokenizer)
-    assert not capsys.readouterr().err
-
-
-def test_im_end_as_eos_does_not_end_a_document(tmp_path):
-    """Qwen's models that chat have <|im_end|> as their eos."""
-    folder = qwen(tmp_path / "qwen")
-    write_files(folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}})
-    data = prepared(tmp_path, records(conversations(50)), f"--tokenizer={folder}")
-    tokenizer = load_tokenizer(data)
-    written = read(checkpoint(tmp_path, tmp_path, *SHORT) / "generation_config.json")
-    assert tokenizer.eos_id == tokenizer.special_id("<|endoftext|>")
-    assert written["eos_token_id"] == [tokenizer.eos_id, tokenizer.special_id("<|im_end|>")]
-    assert documents(data).total() == 50
+    own = {"tokenizer_config.json": {"chat_template": "You are" + CHATML}}
+    sample.check_chat(write_files(tmp_path, own), tokenizer)
+    assert "template" in capsys.readouterr().err
+    sample.check_chat(write_files(tmp_path, {"chat_template.jinja": CHATML + "\r\n"}), tokenizer)
+    assert not capsys.readouterr().err  # it only went through an editor
+    with pytest.raises(UserError, match="--chat needs a tokenizer with"):
+        sample.check_chat(chat_folder, Tiktoken.from_file(tiktoken_file(tmp_path / "a.tiktoken")))
 
 
 def test_only_conversations_replace_a_chat_template(tiny_data, tmp_path):
