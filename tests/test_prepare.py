@@ -69,23 +69,37 @@ def test_marks_are_full_width_from_one_letter_in_twenty_on(chinese):
 # -- formats --
 
 
-@pytest.mark.parametrize("encoding", ["gb18030", "utf-16", "utf-8"])
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv"])
-def test_every_format_gives_the_same_texts_in_every_encoding(tmp_path, suffix, encoding):
-    texts = [f'{t}, 鎔鑄 number {i} "quoted"\tand tab' for i in range(12) for t in TEXTS]
+ENCODINGS = [  # --encoding, a byte order mark as files of Windows begin with, the file's encoding
+    ("gb18030", "", "gb18030"),
+    ("utf-8", "\ufeff", "utf-8"),
+    ("utf-16", "\ufeff", "utf-16-be"),
+    ("utf-16-le", "", "utf-16-le"),
+    # The mark tells UTF-16 whatever the option.
+    ("utf-8", "\ufeff", "utf-16-le"),
+    ("gb18030", "\ufeff", "utf-16-be"),
+    ("utf-32", "\ufeff", "utf-16-le"),
+]
+
+
+@pytest.mark.parametrize("option, mark, encoding", ENCODINGS)
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "txt"])
+def test_every_format_gives_the_same_texts_in_every_encoding(
+    tmp_path, suffix, option, mark, encoding
+):
+    # U+0A0A: no byte of a character of UTF-16 is a line end.
+    texts = [f'{t}, 鎔鑄\u0a0a number {i} "quoted"\tand tab' for i in range(12) for t in TEXTS]
     separator = "\t" if suffix == "tsv" else ","
     quoted = [t.replace('"', '""') for t in texts]
     rows = "".join(f'{i}{separator}"{t}"\n' for i, t in enumerate(quoted))
-    table = f"id{separator}text\n{rows}"
     content = {
         "jsonl": "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts),
         "json": json.dumps([{"text": t} for t in texts], ensure_ascii=False, indent=2),
+        "txt": "\n\n".join(texts),
     }
     path = tmp_path / f"corpus.{suffix}"
-    # Files of Windows begin with a byte order mark.
-    written = "utf-8-sig" if encoding == "utf-8" else encoding
-    path.write_text(content.get(suffix, table), encoding=written, newline="")
-    folder, meta = prepare_set(tmp_path, path, encoding=encoding)
+    table = f"id{separator}text\n{rows}"
+    path.write_bytes((mark + content.get(suffix, table)).encode(encoding))
+    folder, meta = prepare_set(tmp_path, path, encoding=option, txt="block")
     assert documents(folder) == Counter(texts)
     assert sum(s["bytes"] for s in meta["splits"].values()) == sum(len(t.encode()) for t in texts)
     assert meta["records"]["bad"] == {}
