@@ -18,17 +18,13 @@ from text.shapes import record_text
 from text.tokenizer import (
     CL100K_PATTERN,
     GPT2_PATTERN,
+    QWEN_PATTERN,
     SentencePiece,
     Tiktoken,
     open_tokenizer,
     same_ids,
 )
 from text.train_tokenizer import write_alphabet
-
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def read(path: Path) -> dict:
@@ -157,17 +153,13 @@ def test_sentencepiece_export_and_slices_only_where_exact(
         assert ids.tolist() == tokenizer.sp.encode(text), text
 
 
-def test_a_space_before_a_text_comes_once_and_in_no_conversation(tmp_path, monkeypatch, refuses):
-    options = dict(add_dummy_prefix=True, control_symbols=["<|im_start|>", "<|im_end|>"])
-    model = sentencepiece_model(tmp_path / "a.model", **options)
+def test_a_space_before_a_text_comes_once(tmp_path, monkeypatch):
+    model = sentencepiece_model(tmp_path / "a.model", add_dummy_prefix=True)
     monkeypatch.setattr("text.tokenizer.SLICE", 1000)
     for text in ("the loop reads " * 400, "中文" * 2000, "▁▂▃", "a▁b", " ▁ ", "▁", ""):
         ids = model.encode(text)
         assert model.decode(ids) == text
         assert "▁" in text or ids == model.sp.encode(text)
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    named = f"--tokenizer={tmp_path}/a.model"
-    assert "space" in refuses(lambda: prepared(tmp_path, [{"messages": asked}] * 5, named))
 
 
 # -- those of other tools, here --
@@ -175,16 +167,14 @@ def test_a_space_before_a_text_comes_once_and_in_no_conversation(tmp_path, monke
 
 def bpe(folder: Path, kind: str) -> Path:
     """Train a byte-level BPE with the package tokenizers; save it as models of this kind do."""
-    pre, post, byte_level = tokenizers.pre_tokenizers, tokenizers.processors, None
+    pre, post = tokenizers.pre_tokenizers, tokenizers.processors
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     words = {"gpt2": [], "prefix": [], "smollm": [pre.Digits(individual_digits=True)]}
-    split = pre.Split(tokenizers.Regex(QWEN2_PATTERN), "isolated")
+    split = pre.Split(tokenizers.Regex(QWEN_PATTERN), "isolated")
     options = dict(add_prefix_space=kind == "prefix", use_regex=kind in words)
-    byte_level = pre.ByteLevel(**options)
-    t.pre_tokenizer = pre.Sequence([*words.get(kind, [split]), byte_level])
-    if kind in ("qwen", "deepseek"):
-        nfc = tokenizers.normalizers.NFC()
-        t.normalizer = nfc if kind == "qwen" else tokenizers.normalizers.Sequence([nfc])
+    t.pre_tokenizer = pre.Sequence([*words.get(kind, [split]), pre.ByteLevel(**options)])
+    if kind == "qwen":
+        t.normalizer = tokenizers.normalizers.NFC()
     if kind in ("llama3", "bert"):
         single = "<|bos|> $A" + " <|endoftext|>" * (kind == "bert")
         special = [("<|bos|>", 1), ("<|endoftext|>", 0)]
@@ -213,7 +203,7 @@ def llama2(folder: Path) -> Path:
     return write_files(folder, files)
 
 
-PUBLIC = ["gpt2", "smollm", "qwen", "deepseek", "llama2", "llama3", "bert", "prefix"]
+PUBLIC = ["gpt2", "smollm", "qwen", "llama2", "llama3", "bert", "prefix"]
 
 
 @pytest.mark.parametrize("kind", PUBLIC)
@@ -228,7 +218,7 @@ def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, tra
         ids = ours.encode(text)
         want = auto(text, split_special_tokens=True, add_special_tokens=False).input_ids
         assert ids == want and not set(ours.special.values()) & set(ids), text
-        if not ours.adds_space and kind not in ("qwen", "deepseek"):  # these normalize
+        if not ours.adds_space and kind != "qwen":  # it normalizes
             assert b"".join(map(ours.token_bytes, ids)).decode() == ours.decode(ids) == text
 
 
@@ -288,14 +278,12 @@ def test_added_tokens_are_found_whichever_file_names_them(kind, file, tmp_path, 
 
 
 SPECIAL = [  # the special tokens of a folder, the eos that a file names, --eos, the right one
-    (["<|endoftext|>", "<pad>"], "", "", "<|endoftext|>"),
     (["<pad>", "[EOS]", "[SEP]"], "", "", "[EOS]"),
     (["[CLS]", "[SEP]"], "", "", "[SEP]"),
     (["<|endoftext|>", "</s>"], "", "", None),
     (["<|endoftext|>", "</s>"], "", "</s>", "</s>"),
     # <|im_end|> ends a message of a document.
     (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", "", "<|endoftext|>"),
-    (["<|endoftext|>", "<|im_end|>"], "", "<|im_end|>", "<|im_end|>"),
     (["<s>", "</s>"], {"content": "<s>"}, "", "<s>"),
     ([], "", "", None),
     ([], "", "<end>", "<end>"),  # a new one
@@ -326,14 +314,28 @@ def test_eos_is_named_by_a_file_or_an_option_or_its_name(
         assert ours.encode("the") == find(folder, "x1").encode("the")
 
 
-def test_special_tokens_that_strip_spaces_are_in_no_conversation(tmp_path, refuses):
-    folder = bpe(tmp_path / "m", "gpt2")
-    content = read(folder / "tokenizer.json")
-    content["added_tokens"][2]["rstrip"] = True
-    write_files(folder, {"tokenizer.json": content})
+CANNOT = ["byte", "bytes alone", "strips spaces", "adds a space"]
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+def test_a_tokenizer_that_cannot_write_conversations_is_refused(kind, tmp_path, refuses):
+    named = tmp_path / "a.model"
+    if kind == "byte":
+        named = kind
+    elif kind == "bytes alone":
+        tiktoken_file(named)
+    elif kind == "strips spaces":
+        named = bpe(tmp_path / "m", "gpt2")
+        content = read(named / "tokenizer.json")
+        content["added_tokens"][2]["rstrip"] = True
+        write_files(named, {"tokenizer.json": content})
+    else:
+        names = ["<|im_start|>", "<|im_end|>"]
+        sentencepiece_model(named, add_dummy_prefix=True, control_symbols=names)
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    named = f"--tokenizer={folder}"
-    assert "spaces" in refuses(lambda: prepared(tmp_path, [{"messages": asked}] * 5, named))
+    options = [f"--tokenizer={named}", "--vocab_size=4096"]  # which is the default
+    error = refuses(lambda: prepared(tmp_path, [{"messages": asked}] * 5, *options))
+    assert f"--tokenizer={named}: " in error and "--tokenizer=train" in error
 
 
 def test_names_of_own_special_tokens_stay_text_and_are_counted(tmp_path):
@@ -385,29 +387,37 @@ def test_a_data_set_that_tiktoken_encoded_opens_with_the_same_ids(tmp_path):
     folder = bpe(tmp_path / "m", "qwen")
     data = prepared(tmp_path, make_records(30), f"--tokenizer={folder}")
     new = load_tokenizer(data)
-    info = read(data / "meta.json")["tokenizer"]
-    old = {
-        "kind": "tiktoken",
-        "name": "hf",
-        "normalize": "NFC",
-        "added": {},
-        "special": new.special,
-    }
-    old |= {"pattern": QWEN2_PATTERN, "file": "tokenizer.tiktoken", "eos": "<|endoftext|>"}
-    opened = open_tokenizer(data / "tokenizer.tiktoken", info | old)
+    info = read(data / "meta.json")["tokenizer"] | {"kind": "tiktoken", "name": "hf"}
+    opened = open_tokenizer(data / "tokenizer.tiktoken", info)
     assert same_ids(opened, new) and opened.prefix == new.prefix
     assert all(opened.encode(t) == new.encode(t) for t in MIXED)
 
 
+def one_word_each(folder: Path, words: str, **model) -> Path:
+    """Save a tokenizer.json whose vocabulary is these words, the last of them its eos."""
+    vocab = {word: i for i, word in enumerate(words.split())}
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    eos = flags | {"id": len(vocab) - 1, "content": [*vocab][-1], "special": True}
+    content = {"model": {"vocab": vocab} | model, "added_tokens": [eos]}
+    content["decoder"] = {"type": "Fuse"}
+    return write_files(folder, {"tokenizer.json": content})
+
+
+def test_a_text_that_becomes_a_special_token_is_bad_with_its_characters(tmp_path, refuses):
+    """A model of words may have the name of a special token as a word."""
+    model = dict(type="WordLevel", unk_token="?")
+    folder = one_word_each(tmp_path / "m", "a ? </s>", **model)
+    texts = [{"text": "a"}] * 9 + [{"text": "</s>"}]
+    options = [f"--tokenizer={folder}", "--max_bad=0.2"]
+    data = prepared(tmp_path, texts, *options)
+    assert [*read(data / "meta.json")["records"]["bad"].values()] == [1]
+    texts[-1]["note"] = "some longer text"
+    assert "max_bad" in refuses(lambda: prepared(tmp_path, texts, *options, "--allow_unread"))
+
+
 def test_a_tokenizer_that_drops_characters_is_counted_or_refused(tmp_path, refuses):
     """A BPE without bytes and unk leaves out what it has no token for."""
-    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "</s>": 2}, "merges": []}
-    content = {"model": model, "added_tokens": [{"id": 2, "content": "</s>", "special": True}]}
-    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
-    content["added_tokens"][0] |= flags
-    folder = write_files(
-        tmp_path / "m", {"tokenizer.json": content | {"decoder": {"type": "Fuse"}}}
-    )
+    folder = one_word_each(tmp_path / "m", "a b </s>", type="BPE", merges=[])
     options = [f"--tokenizer={folder}", "--val_fraction=0.5"]
     data = prepared(tmp_path, [{"text": text} for text in ("ab", "a的b", "的", "b")], *options)
     records = read(data / "meta.json")["records"]
