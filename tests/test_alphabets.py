@@ -5,15 +5,13 @@ import re
 import pytest
 from conftest import call, make_records
 from test_corpora import write_texts
-from test_hf_tokenizer import MIXED, checkpoint
-from test_prepare import all_texts, documents, prepare_set
+from test_hf_tokenizer import MIXED
+from test_prepare import documents, prepare_set
 
 import prepare
-import sample
 from text import formats
 from text.dataset import load_tokenizer
 from text.shapes import record_text
-from text.tokenizer import same_ids
 from text.train_tokenizer import RESERVED
 
 PLAY = "First Citizen:\n\tBefore we proceed, any further  hear me speak.\r\n\n" * 20
@@ -40,16 +38,18 @@ def test_char_vocabulary_is_all_characters_eos_and_unk(tmp_path, monkeypatch):
 
 STRANGE = "a\0\x01\x1f\x85\u2028\ufeff\ufffd\u2581\u2585 \u2581b\r\n\té e\u0301 👩‍👧 \U0010ffff"
 
-
 TEXTS = [f"x{text}x" for text in (STRANGE, *"\0\x1f\u2581\u2585\r中", *MIXED[:6])]
 
 
+@pytest.mark.parametrize("kind", ["char", "byte"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_text_of_the_corpus_comes_back(tmp_path, text):
-    folder, meta, tokenizer = made(tmp_path, [text], "char")
+def test_every_text_of_the_corpus_comes_back(tmp_path, text, kind):
+    folder, meta, tokenizer = made(tmp_path, [text], kind)
     assert "".join(documents(folder)) == text and meta["records"]["changed"] == {}
     ids = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    if kind == "byte":  # its tokens are the bytes, the space, eos and unk
+        assert meta["vocab_size"] == 256 + 3 and len(ids) == len(text.encode())
 
 
 @pytest.mark.parametrize("reserved", sorted(RESERVED))
@@ -61,16 +61,6 @@ def test_a_reserved_character_hides_no_text_from_the_training(tmp_path, reserved
     assert documents(folder) == {text: 9}
 
 
-def test_byte_vocabulary_is_bytes_space_eos_and_unk(tmp_path):
-    # So few documents are split by tokens: they stay in their order.
-    folder, meta, tokenizer = made(tmp_path, TEXTS, "byte", val_fraction=0.05)
-    assert meta["vocab_size"] == 256 + 3 and "".join(all_texts(folder)) == "".join(TEXTS)
-    for text in MIXED:
-        ids = tokenizer.encode(text)
-        assert len(ids) == len(text.encode()) and tokenizer.unk_id not in ids
-        assert tokenizer.decode(ids) == text
-
-
 def test_a_wrong_vocab_size_is_answered_with_one_that_fits(tmp_path, refuses):
     corpus = write_texts(tmp_path / "c.jsonl", [record_text(r)[0] for r in make_records(40)])
     options = ["--input", corpus, f"--data_dir={tmp_path}"]
@@ -80,34 +70,10 @@ def test_a_wrong_vocab_size_is_answered_with_one_that_fits(tmp_path, refuses):
         call(prepare.main, *options, re.search(rf"--vocab_size=\d+(?= or {bound})", error)[0])
 
 
-# -- elsewhere --
-
-
-def test_settings_that_a_tokenizer_ignores_are_named(tmp_path, capsys):
-    for options in ({"vocab_size": 600}, {}):
-        made(tmp_path, [PLAY], "char", **options)
-        assert ("vocab_size" in capsys.readouterr().err) == bool(options)
-
-
-def test_lost_characters_of_other_texts_are_counted(tmp_path, capsys):
+def test_lost_characters_and_ignored_settings_are_told(tmp_path, capsys):
     folder, _, _ = made(tmp_path, [PLAY], "char")
-    _, meta, _ = made(tmp_path, [PLAY, PLAY + "é"], str(folder), name="other")
+    assert not capsys.readouterr().err
+    _, meta, _ = made(tmp_path, [PLAY, PLAY + "é"], str(folder), name="other", vocab_size=600)
     lost = "lost characters that the tokenizer has no token for"
-    assert meta["records"]["changed"][lost] == 1 and lost in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["char", "byte"])
-def test_train_sample_and_tune_with_an_alphabet(tmp_path, capsys, kind):
-    made(tmp_path, [PLAY * 3], kind, name="tiny")
-    data = tmp_path / "data"
-    folder = checkpoint(data, tmp_path, "--max_steps=4")
-    greedy = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
-    for prompt, lacks in (("First", False), ("Fir龘t", kind == "char")):
-        capsys.readouterr()
-        call(sample.main, f"--ckpt={folder}", f"--prompt={prompt}", *greedy)
-        assert ("has no token for '龘'" in capsys.readouterr().err) == lacks
-
-    made(tmp_path, [PLAY * 2], str(folder), name="more")
-    tuned = checkpoint(data, tmp_path / "tuned", "--dataset=more", f"--init_from={folder}")
-    assert same_ids(load_tokenizer(tuned), load_tokenizer(folder))
+    out, err = capsys.readouterr()
+    assert meta["records"]["changed"][lost] == 1 and lost in out and "vocab_size" in err

@@ -15,46 +15,32 @@ abs(input) -> Tensor
 
 The absolute value of each element of the input.
 
-Example::
-
     >>> abs(-1)
 """)
-
 def join(a, *p):
     """Join two or more pathname components,
     inserting '/' as needed. If any is absolute, those before it are discarded."""
-
 def _private(a):
     """Nobody asks for a private function, so it is left out."""
-
 def short(a):
     """Too short."""
-
-def table(a):
-    """A list: what follows a colon is seldom a sentence on its own."""
-
 class Path:
     """A path of the file system, in the form of an object"""
-
     def exists(self):
         """Return whether the path exists, which nobody asks for."""
 '''
 
 
 def test_module_documentation_is_found_without_importing():
-    module, torch_abs, _, *others = documentation(MODULE.encode(), "posixpath")
-    text = "Common operations on pathnames, of which this is the module's own text."
-    assert record_text(module)[0] == f"posixpath: {text}"
-    torch_text = "The absolute value of each element of the input."
-    assert record_text(torch_abs)[0] == f"torch.abs: {torch_text}"
-    assert [r["title"] for r in others] == ["_private", "table", "Path", "Path.exists"]
+    texts = {r["title"]: record_text(r)[0] for r in documentation(MODULE.encode(), "posixpath")}
+    assert [*texts] == ["posixpath", "torch.abs", "join", "_private", "Path", "Path.exists"]
+    assert texts["torch.abs"] == "torch.abs: The absolute value of each element of the input."
 
 
 def test_the_language_reference_becomes_sections_each_of_them_once():
     chooses = 'The "if"\n********\n\nIt chooses exactly one of the suites in it.\n'
     contains = "Statements\n**********\n\nCompound statements contain other statements.\n\n\n"
-    table = "A table\n=======\n\n+---+\n| a |\n+---+\n\n   if_stmt ::= 'if' ...\n\nSo it is.\n"
-    topics = {"if": chooses, "compound": contains + chooses, "table": table}
+    topics = {"if": chooses, "compound": contains + chooses, "table": "A\n=\n\n| a table, only |\n"}
     found = documentation(f"topics = {topics}".encode(), "pydoc_data.topics")
     assert [record_text(r)[0] for r in found] == [
         'The "if": It chooses exactly one of the suites in it.',
@@ -77,10 +63,8 @@ def test_each_function_is_asked_about_in_all_wordings_but_one():
 
 def test_the_chat_demo_holds_these_conversations(tmp_path):
     call(prepare.main, "--chat", f"--data_dir={tmp_path}", "--vocab_size=1000", "--workers=1")
-    texts = all_texts(tmp_path / "chat")
-    assert len(texts) > 800
+    texts = "".join(all_texts(tmp_path / "chat"))
     (source,) = (source for source in docstring_sources() if source.name == "posixpath")
     for record in conversations(source.path.read_bytes(), source.name):
         asked, answered = (message["content"] for message in record["messages"])
-        start = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
-        assert f"{start}{answered}<|im_end|>\n" in texts
+        assert f"{asked}<|im_end|>\n<|im_start|>assistant\n{answered}<|im_end|>\n" in texts

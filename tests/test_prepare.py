@@ -135,16 +135,6 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
 # -- the files --
 
 
-def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
-    a = write_jsonl(tmp_path / "a.jsonl", make_records(60, seed=1))
-    b = write_jsonl(tmp_path / "b.jsonl", make_records(60, seed=2))
-    one, _ = prepare_set(tmp_path, a, name="one")
-    two, _ = prepare_set(tmp_path, b, a, name="two")
-    alone, both = (set(texts_of(folder, "val")) for folder in (one, two))
-    assert alone < both
-    assert alone == both & {record_text(r)[0] for r in make_records(60, seed=1)}
-
-
 @pytest.mark.slow
 def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(30))

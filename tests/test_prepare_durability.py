@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,19 +22,6 @@ import prepare
 from hardware.limits import read_or_empty
 from text.dataset import load_tokenizer
 from training.huggingface import from_pretrained
-
-
-def resident(pid: int) -> int:
-    """Return the resident memory, in bytes, of a process and of all its descendants."""
-    total = 0
-    try:
-        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            children = (thread / "children").read_text().split()
-            total += sum(resident(int(child)) for child in children)
-    except OSError:  # the process has ended in the meantime
-        pass
-    return total
 
 
 def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
@@ -142,7 +130,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(corpus, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["many.jsonl", "one.txt"])
 def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name):
-    """For any input, the bound is 200 MB and 175 MB for each worker. The inputs here are a corpus
+    """For any input, the bound is 200 MB, and 175 MB for each worker. The inputs here are a corpus
     of 80 MB and a document of 16 MB.
     """
     line = "the loop reads tokens and writes weights\n"
@@ -150,12 +138,11 @@ def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name)
     (tmp_path / name).write_text(text * 80_000 if name == "many.jsonl" else line * 400_000)
     small = write_jsonl(tmp_path / "small.jsonl", [{"text": f"document {i}"} for i in range(100)])
     argv = command([tmp_path / name, small], tmp_path, "--tokenizer=byte", "--workers=2")
-    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-    peak = 0  # of all processes together, in bytes
-    while run.poll() is None:
-        peak = max(peak, resident(run.pid))
-        time.sleep(0.02)
-    assert run.returncode == 0 and peak < 500e6, peak
+    code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
+    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    run = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, check=True)
+    peak = 1024 * int(run.stdout.split()[-1])  # of its largest process, in bytes
+    assert peak < 200e6
 
 
 # -- inspection --
@@ -163,20 +150,15 @@ def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name)
 
 def test_inspect_verifies_a_data_set_and_shows_documents(reference, prints, refuses):
     texts = list(documents(reference))
-
-    def shown(*options: str) -> tuple[str, list[list[str]]]:
-        """Return what stands above the documents, and the heading and the text of each."""
-        printed = prints(prepare.main, "--inspect", reference, *options)
-        report, *parts = printed.split("---- train, tokens ")
-        return report, [part.rstrip("\n").split(", then eos\n") for part in parts]
-
-    report, parts = shown("--count=2")
+    printed = prints(prepare.main, "--inspect", reference, "--count=2")
+    report, first, second = printed.split("---- train, tokens ")
     assert "12,000 records" in report and "{title, summary, sections}" in report
-    assert len(parts) == 2 and parts[0][0].startswith("0 to ") and parts[1][1] in texts
-    _, [[heading, text]] = shown("--show=1000", "--count=1")
-    begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
-    assert begin <= 1000 <= end and text in texts
-    assert shown("--show=random", "--count=1")[1][0][1] in texts
+    assert first.startswith("0 to ") and second.split(", then eos\n")[1].rstrip("\n") in texts
+    for place in ("1000", "random"):
+        shown = prints(prepare.main, "--inspect", reference, f"--show={place}", "--count=1")
+        heading, text = shown.split("---- train, tokens ")[1].split(", then eos\n")
+        begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
+        assert text.rstrip("\n") in texts and (place == "random" or begin <= 1000 <= end)
     assert "--show" in refuses(prepare.main, "--inspect", reference, "--show=99999999")
 
 
