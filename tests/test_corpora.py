@@ -18,8 +18,6 @@ from test_prepare import TEXTS, all_texts, documents, prepare_set
 import prepare
 from text import pool
 from text.formats import Source, read_chunks
-from text.records import Tally
-from text.records import documents as documents_of
 from text.settings import PrepareConfig
 from text.shapes import record_text
 
@@ -291,13 +289,12 @@ def test_integers_of_any_length_are_read(tmp_path, suffix, fields, digits):
 # -- what is left out --
 
 
-def test_a_row_with_too_many_fields_is_bad_with_its_characters(tmp_path):
-    (tmp_path / "a.csv").write_text("id,text\n1,one\n2,two,three")
-    cfg, tally = PrepareConfig(), Tally()
-    for chunk in read_chunks([Source.from_path(tmp_path / "a.csv", "csv")], cfg):
-        list(documents_of(chunk, cfg, tally))
-    assert (tally.records, tally.bad.total(), tally.characters["bad"]) == (2, 1, 9)
-    assert tally.examples[0].startswith(f"{tmp_path / 'a.csv'}:3: ")
+def test_a_row_with_too_many_fields_is_bad(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("id,text\n" + "1,one\n" * 9 + "2,two,three\n")
+    folder, meta = prepare_set(tmp_path, path, max_bad=0.2)
+    assert documents(folder) == {"one": 9}
+    assert meta["records"]["examples"][0].startswith(f"{path}:11: ")
 
 
 def test_separators_are_decoded_and_those_without_effect_named(tmp_path, capsys):

@@ -43,15 +43,13 @@ SHAPES = [
     ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
     ({"user": "q", "assistant": "a"}, "q\na"),
     ({"instruction": "q", "context": "c", "response": "a"}, "q\nc\na"),
-    ({"question": "q", "answer": ["a", "b"]}, None),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, None),
     ({"": "0", "question": "q", "answer": "a"}, "q\na"),
     ({"content": "c", "question": "q", "answer": "a"}, "c\nq\na"),
     ({"text": "Q: q A: a", "instruction": "q", "output": "a"}, "Q: q A: a"),
     ({"problem": "p", "answer": "4", "solution": "2 + 2"}, "p\n2 + 2"),
-    ({"question": "q", "choices": ["b", "c"], "answer": "A"}, None),
     ({"instruction": "i", "question": "q", "answer": "a"}, None),
     ({"role": "user", "content": "a message alone"}, None),
+    ({"messages": {"role": "user"}}, None),
 ]
 
 
@@ -113,6 +111,7 @@ CONVERSATIONS = [
     ({"q": "q", "a": {"b": "a", "c": "c d"}}, "q,a.b", True, TURNS, {"a.c": 3}),
     ({"messages": [Q, A | {"think": "so on"}]}, "", False, TURNS, {"messages[].think": 5}),
     ({"messages": [Q, A | {"content": PARTS}]}, "", 0, LONGER, {"messages[].content[].note": 3}),
+    ({"messages": [Q, A], "system": "s"}, "", False, SYSTEM, {}),
     ({"messages": [Q, A], "weight": 0.5, "tools": ""}, "", False, TURNS, {"weight": 0}),
 ]
 
@@ -134,13 +133,19 @@ REFUSED = [
     ({"messages": [Q, CALL]}, ["message 2", "tool call"]),
     ({"messages": [Q, A, {"role": "tool", "content": "7"}]}, ["message 3", "tool call"]),
     ({"messages": [{"speaker": "x", "words": "q"}]}, ["message 1", "speaker, words"]),
+    ({"messages": ["q", "a"]}, ["message 1"]),
+    ({"messages": [Q]}, []),
+    ({"messages": [EMPTY | {"content": "s"}] * 2 + [Q, A]}, ["message 2"]),
+    ({"messages": [Q, A | {"content": " \n\t"}]}, ["message 2"]),
+    ({"messages": [Q, A | {"content": 3}]}, ["message 2"]),
+    ({"prompt": "q", "completion": " "}, ["message 2"]),
 ]
 
 
 @pytest.mark.parametrize("record, parts", REFUSED)
 def test_an_unreadable_conversation_is_named_with_its_reason(record, parts):
     with pytest.raises(ValueError) as refusal:
-        turns_of(read_conversation(record, "", False)[0])
+        turns_of(read_conversation(record, "", chat=True)[0])
     assert all(part in str(refusal.value) for part in parts)
 
 
