@@ -132,10 +132,9 @@ def test_a_cut_answer_stays_within_its_document(chat_data):
 # -- windows and losses --
 
 
-def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
-    """Return the ids of a conversation by transformers, and for each whether it is learned.
-
-    Learned is what a whole turn has beyond its prompt, but for the line end at its end.
+def by_hand(hf, messages: list[dict]) -> tuple[list[int], list[int]]:
+    """Return the ids of a conversation by transformers, and the same with -1 for what is not
+    learned. Learned is what a whole turn has beyond its prompt, but for the line end at its end.
     """
 
     def ids_of(some: list[dict], prompt: bool = False) -> list[int]:
@@ -143,13 +142,13 @@ def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
         return hf.apply_chat_template(some, chat_template=CHATML, **options)
 
     ids = ids_of(messages)
-    is_learned = [False] * len(ids)
+    learned = [-1] * len(ids)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             begin = len(ids_of(messages[:number], prompt=True))
             end = len(ids_of(messages[: number + 1])) - 1
-            is_learned[begin:end] = [True] * (end - begin)
-    return ids, is_learned
+            learned[begin:end] = ids[begin:end]
+    return ids, learned
 
 
 @pytest.mark.parametrize("documents", ["pack", "pad"])
@@ -181,10 +180,8 @@ def test_a_batch_has_the_loss_and_gradient_of_its_conversations(
     model.zero_grad()
     alone = 0.0
     for messages in talks:
-        ids, is_learned = ids_by_hand(hf, messages)
-        x = torch.tensor([[tokenizer.eos_id, *ids]])
-        y = torch.tensor([[*ids, tokenizer.eos_id]])
-        y[0, torch.tensor([not learned for learned in [*is_learned, False]])] = -1
+        ids, learned = by_hand(hf, messages)
+        x, y = torch.tensor([[tokenizer.eos_id, *ids]]), torch.tensor([[*learned, -1]])
         alone = alone + model(x, y, reduction="sum")
     alone.backward()
     torch.testing.assert_close(total, alone, rtol=1e-6, atol=0, check_dtype=False)

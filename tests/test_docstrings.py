@@ -22,8 +22,6 @@ def join(a, *p):
     inserting '/' as needed. If any is absolute, those before it are discarded."""
 def _private(a):
     """Nobody asks for a private function, so it is left out."""
-def short(a):
-    """Too short."""
 class Path:
     """A path of the file system, in the form of an object"""
     def exists(self):
