@@ -110,25 +110,6 @@ def test_no_text_can_write_a_mark(tmp_path):
     assert sum(text.startswith(letters) for text in texts) == 60
 
 
-# -- which tokens are answers --
-
-
-def test_a_cut_answer_stays_within_its_document(chat_data):
-    tokenizer = load_tokenizer(chat_data / "chat")
-    start, end = chatml_ids(tokenizer)
-    header = tokenizer.encode("assistant\n")
-    eos = tokenizer.eos_id
-    for ids, bounds in (
-        ([9, 9, end, eos, start, *header, 9, end, eos], [5 + len(header), 7 + len(header)]),
-        ([start, *header, 9, 9, eos, 9, end, eos], [1 + len(header), 3 + len(header)]),
-        ([start, *header, eos], [1 + len(header), 1 + len(header)]),
-        ([start, eos], []),
-    ):
-        ids = np.array(ids)
-        positions = np.flatnonzero(np.isin(ids, [eos, start, end]))
-        assert answer_bounds(ids, positions, tokenizer).tolist() == bounds
-
-
 # -- windows and losses --
 
 

@@ -122,14 +122,15 @@ def test_a_text_file_is_one_document_or_one_a_block_or_line(tmp_path, txt, parts
 
 def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, capsys):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": f"document {i}"} for i in range(20)])
-    with open(path, "a") as f:
-        f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n{"text": "half \\ud800"}\n')
-    folder, meta = prepare_set(tmp_path, path, max_bad=0.2)
+    with open(path, "ab") as f:
+        f.write(b'{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n{"text": "half \\ud800"}\n')
+        f.write(b'{"text": "a wrong \xff byte"}\n')
+    _, meta = prepare_set(tmp_path, path, max_bad=0.2)
     records = meta["records"]
-    assert records["read"] == 24 and sum(records["bad"].values()) == 3
+    assert records["read"] == 25 and sum(records["bad"].values()) == 4
     assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
-    assert all(f"c.jsonl:{line}: " in report for line in (21, 22, 24))
+    assert all(f"c.jsonl:{line}: " in report for line in (21, 22, 24, 25))
 
 
 # -- the files --

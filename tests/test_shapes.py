@@ -48,6 +48,7 @@ SHAPES = [
     ({"text": "Q: q A: a", "instruction": "q", "output": "a"}, "Q: q A: a"),
     ({"problem": "p", "answer": "4", "solution": "2 + 2"}, "p\n2 + 2"),
     ({"instruction": "i", "question": "q", "answer": "a"}, None),
+    ({"question": "q", "choices": ["b", "c"], "answer": "A"}, None),
     ({"role": "user", "content": "a message alone"}, None),
     ({"messages": {"role": "user"}}, None),
 ]
