@@ -39,7 +39,7 @@ SHAPES = [
     ({"title": "t", "sections": [{"title": "h", "body": "lost text"}]}, None),
     ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": [1]}]}, None),
     # questions and answers
-    ({"input": "q", "output": "a"}, "q\na"),
+    ({"input": "q", "output": "a", "conversation": "its name"}, "q\na"),
     ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
     ({"user": "q", "assistant": "a"}, "q\na"),
     ({"instruction": "q", "context": "c", "response": "a"}, "q\nc\na"),
