@@ -13,10 +13,12 @@ from conftest import NEEDS_BF16, REPO
 from peak import measured_peak
 from test_model import ODD, make
 
+import prepare
 from hardware import limits, machine
-from hardware.limits import available_memory, cpu_quota
+from hardware.containers import available_memory, cpu_quota
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import ALLOCATED, case
+from text.settings import PrepareConfig
 from training.memory import Workload, bytes_needed, largest_batch, step_memory
 
 BF16 = torch.bfloat16
@@ -50,7 +52,7 @@ NARROW = dict(n_embd=128)  # with few tokens and a large vocabulary, wte's gradi
 @pytest.mark.parametrize("preset, more, V, B, T, options", [
     pytest.param("gpt2", NARROW, 151936, 1, 64, {}, id="a large vocabulary"),
     # With few tokens, the optimizer's step holds the most.
-    pytest.param("llama", GQA, 8000, 4, 256, dict(optimizer="adafactor"), id="Adafactor"),
+    pytest.param("llama", GQA, 8000, 1, 64, dict(optimizer="adafactor"), id="Adafactor"),
     pytest.param("llama", GQA, 2000, 1, 64, MUON, marks=slow, id="Muon"),
     # A CPU's fused attention drops nothing, so it makes a T x T matrix, of which all is counted.
     pytest.param("gpt2", dict(dropout=0.1), 2000, 2, 1024, IN_BF16, marks=slow, id="dropout"),
@@ -167,7 +169,7 @@ def test_capacity_obeys_each_control_group(tmp_path, tree, limit, used, limits, 
     ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
     ({"cpu/job/cpu.cfs_quota_us": "200000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 2),
 ])  # fmt: skip
-def test_threads_obey_the_cpu_quota_of_the_container(tmp_path, files, cpus, monkeypatch):
+def test_threads_and_workers_obey_the_cpu_quota(tmp_path, files, cpus, monkeypatch):
     root = put(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
     threads = []
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -179,6 +181,9 @@ def test_threads_obey_the_cpu_quota_of_the_container(tmp_path, files, cpus, monk
     monkeypatch.delenv("OMP_NUM_THREADS")
     limits.obey_cpu_quota()
     assert cpu_quota(root) == cpus and threads == [int(cpus)]
+    monkeypatch.setattr(prepare, "cpu_quota", lambda: cpu_quota(root))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert prepare.number_of_workers(PrepareConfig(), total=10**9) == int(cpus)
 
 
 @pytest.mark.parametrize("variables, gpus, place", [
