@@ -16,8 +16,10 @@ from zlib import crc32
 from text.formats import Source
 
 # Folders of tests and of other projects' packages.
-LEFT_OUT = set("site-packages test tests testing _vendor".split())
-LEFT_OUT |= set("idlelib lib2to3 turtledemo ensurepip __pycache__".split())
+LEFT_OUT = {
+    "site-packages", "test", "tests", "testing", "_vendor", "idlelib", "lib2to3", "turtledemo",
+    "ensurepip", "__pycache__",
+}  # fmt: skip
 
 HEADING = re.compile(r"^(\S.*)\n([*=~^-])\2{2,}\n", re.MULTILINE)  # of the language reference
 SIGNATURE = re.compile(r"[\w.]+\([^\n]*\)( *-> *[^\n]*)?")
@@ -26,10 +28,14 @@ BEFORE_CODE = re.compile(r"(Example|Usage)s?:{0,2}")
 NO_SENTENCE = re.compile(r"^ *([|+]|=+ +=|>>>|\w+ +::=)", re.MULTILINE)
 
 # The modules of the questions: few enough for a small model to learn all answers in two minutes.
-TAUGHT = """abc argparse base64 calendar collections contextlib copy csv dataclasses datetime
-    fnmatch functools genericpath glob gzip heapq inspect json logging operator os pathlib pickle
-    posixpath pprint queue random re shlex shutil socket statistics subprocess tempfile textwrap
-    threading timeit traceback urllib.parse uuid warnings weakref zipfile""".split()
+TAUGHT = [
+    "abc", "argparse", "base64", "calendar", "collections", "contextlib", "copy", "csv",
+    "dataclasses", "datetime", "fnmatch", "functools", "genericpath", "glob", "gzip", "heapq",
+    "inspect", "json", "logging", "operator", "os", "pathlib", "pickle", "posixpath", "pprint",
+    "queue", "random", "re", "shlex", "shutil", "socket", "statistics", "subprocess", "tempfile",
+    "textwrap", "threading", "timeit", "traceback", "urllib.parse", "uuid", "warnings", "weakref",
+    "zipfile",
+]  # fmt: skip
 IMPORTED_AS = {"posixpath": "os.path", "genericpath": "os.path"}
 WORDINGS = ("What does {} do?", "What is {} for?", "Explain {}.", "Tell me about {}.")
 WORDINGS += ("What can I do with {}?",)
