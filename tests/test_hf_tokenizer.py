@@ -313,7 +313,7 @@ def test_eos_is_named_by_a_file_or_an_option_or_its_name(
         assert ours.library.id_to_token(ours.eos_id) == right and ours.encode("a") == [1]
 
 
-CANNOT = ["byte", "bytes alone", "strips spaces", "adds a space"]
+CANNOT = ["byte", "bytes alone", "strips spaces", "adds a space", "eos ends a message"]
 
 
 @pytest.mark.parametrize("kind", CANNOT)
@@ -328,11 +328,15 @@ def test_a_tokenizer_that_cannot_write_conversations_is_refused(kind, tmp_path, 
         content = read(named / "tokenizer.json")
         content["added_tokens"][2]["rstrip"] = True
         write_files(named, {"tokenizer.json": content})
+    elif kind == "eos ends a message":
+        named = bpe(tmp_path / "m", "gpt2")
+        (named / "tokenizer_config.json").unlink()  # it names another eos
     else:
         names = ["<|im_start|>", "<|im_end|>"]
         sentencepiece_model(named, add_dummy_prefix=True, control_symbols=names)
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     options = [f"--tokenizer={named}", "--vocab_size=4096"]  # which is the default
+    options += ["--eos=<|im_end|>"] * (kind == "eos ends a message")
     error = refuses(lambda: prepared(tmp_path, [{"messages": asked}] * 5, *options))
     assert f"--tokenizer={named}: " in error and "--tokenizer=train" in error
 
