@@ -204,7 +204,7 @@ class Attention(nn.Module):
         if rope is not None:
             q = self.kernels.rotate(q, rope)
             k = self.kernels.rotate(k, rope)
-        q = q.to(v.dtype).transpose(1, 2)  # (B, nh, T, hs)
+        q = q.to(v.dtype).transpose(1, 2)  # (B, nh, T, hs); rotate() returns fp32
         k = k.to(v.dtype).transpose(1, 2)  # (B, nkv, T, hs)
         v = v.transpose(1, 2)  # (B, nkv, T, hs)
 

@@ -254,7 +254,8 @@ def main() -> None:
                 numbers = take_step(
                     forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
                 )
-                # The step's only wait for the device: for these numbers, not for the update.
+                # The only wait for the device, except where something is logged, evaluated or
+                # saved: for these numbers, not for the update.
                 loss, grad_norm, signalled = numbers.wait()
 
                 # ---- Reporting it.
@@ -384,7 +385,7 @@ def update(
         optimizer.step()
     # fp16 cannot hold numbers below 6e-8. So the loss, and with it each gradient, was multiplied by
     # a large scale; unscale_() has divided the gradients by it again. Where they were not finite,
-    # the scale is lowered here; after many good steps, it is raised.
+    # the scale is lowered here; after many good steps, it is raised. scaler.step() would wait.
     scaler.update()
 
 

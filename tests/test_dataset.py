@@ -46,9 +46,8 @@ def loader_of(*sizes: int, weights: tuple = (1,), seed: int = 0) -> Loader:
     """
     splits = [np.arange(10_000 * k, 10_000 * k + n, dtype=np.uint16) for k, n in enumerate(sizes)]
     windows = [Windows(tokens, 10) for tokens in splits]
-    for k, one in enumerate(windows):
-        one.seed = (seed, k)
-    return Loader(windows, [Fraction(w) / sum(map(Fraction, weights)) for w in weights])
+    fractions = [Fraction(w) / sum(map(Fraction, weights)) for w in weights]
+    return Loader(windows, fractions, seed)
 
 
 def test_each_epoch_visits_each_window_once_in_a_new_order():
@@ -75,7 +74,7 @@ def test_what_a_step_reads_depends_on_its_number_and_the_seed():
 @pytest.mark.parametrize("n_tokens", [33, 34, 64, 65, 66, 100])
 def test_even_the_smallest_data_is_never_read_beyond_its_end(n_tokens):
     windows = Windows(np.arange(n_tokens, dtype=np.uint16), 32)
-    drawn = [windows.start(sample) for sample in range(50)]
+    drawn = [windows.start((3,), sample) for sample in range(50)]
     for start in [*drawn, *windows.fixed_starts(0), *windows.fixed_starts(32)]:
         assert 0 <= start <= n_tokens - 33
     few, every = windows.fixed_starts(64), windows.fixed_starts(0)

@@ -318,6 +318,4 @@ def train_loader(
     """Return the Loader over the training splits of the data sets, mixed by their weights."""
     ways = (block_size, documents, loss_per, loss_on)
     splits = [open_windows(data, "train", *ways) for data in sets]
-    for k, windows in enumerate(splits):
-        windows.seed = (seed, k)
-    return Loader(splits, [data.weight for data in sets])
+    return Loader(splits, [data.weight for data in sets], seed)

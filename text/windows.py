@@ -69,7 +69,8 @@ class Windows:
     input.
 
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
-    and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
+    and the offset of the first window are drawn anew for each epoch, from (seed, epoch). The seed
+    is that of the run, and the number of the data set.
 
     tokens: all token ids of the split, (n,). block_size: T. loss_weights: a LossWeights of
     packing.py; None: all targets count alike. eos_id: as in Rows.
@@ -86,7 +87,6 @@ class Windows:
         self.block_size = block_size
         self.loss_weights = loss_weights
         self.eos_id = eos_id
-        self.seed = (0, 0)  # train_loader(): that of the run, and the number of the data set
         self.weighted = loss_weights is not None
         self.cut = ""  # a sentence on documents that are longer than a window
         self.spacing = block_size  # from the start of one window to that of the next
@@ -99,15 +99,15 @@ class Windows:
         # Two epochs are kept: a batch may contain the end of one and the start of the next.
         self.epoch = lru_cache(maxsize=2)(self.draw_epoch)
 
-    def draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+    def draw_epoch(self, seed: tuple[int, ...], epoch: int) -> tuple[int, np.ndarray]:
         """Return (offset, permutation (n_windows,)) of an epoch."""
-        rng = np.random.default_rng((*self.seed, epoch))
+        rng = np.random.default_rng((*seed, epoch))
         return int(rng.integers(self.n_offsets)), rng.permutation(self.n_windows)
 
-    def start(self, number: int) -> int:
+    def start(self, seed: tuple[int, ...], number: int) -> int:
         """Return the position in the split at which window `number` of the sequence starts."""
         epoch, i = divmod(number, self.n_windows)
-        offset, order = self.epoch(epoch)
+        offset, order = self.epoch(seed, epoch)
         return offset + int(order[i]) * self.spacing
 
     def fixed_starts(self, n_tokens: int) -> list[int]:
@@ -195,8 +195,9 @@ class Loader:
     this for any window without counting the windows before it.
     """
 
-    def __init__(self, splits: list[Windows], weights: list[Fraction]):
+    def __init__(self, splits: list[Windows], weights: list[Fraction], seed: int = 0):
         self.splits = splits
+        self.seed = seed
         self.eos_id = splits[0].eos_id  # as in Rows
         self.weighted = any(windows.weighted for windows in splits)
         # The fraction that each split takes of the windows that the splits before it leave.
@@ -215,7 +216,7 @@ class Loader:
     def starts(self, number: int, count: int) -> list[tuple[int, int]]:
         """Return (split, start) of `count` windows of the run, from window `number` on."""
         picked = map(self.pick, range(number, number + count))
-        return [(k, self.splits[k].start(i)) for k, i in picked]
+        return [(k, self.splits[k].start((self.seed, k), i)) for k, i in picked]
 
     def rows(self, starts: list[tuple[int, int]]) -> Rows:
         """Return the windows that start at `starts`."""

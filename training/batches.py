@@ -30,7 +30,7 @@ def to_host(rows: Rows, device: torch.device) -> Batch:
         x = torch.from_numpy(array)
         return x.pin_memory() if device.type == "cuda" else x
 
-    # Copies, not views: torch.compile compiles for strides, and so all batches have the same.
+    # Copies with a stride of T, for which the model is compiled; views would have T + 1.
     x, y = tensor(rows.ids[:, :-1].copy()), tensor(rows.ids[:, 1:].copy())
     return Batch(x, y, None if rows.weights is None else tensor(rows.weights), rows.eos_id)
 

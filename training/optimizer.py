@@ -69,9 +69,9 @@ def orthogonalize(X: Tensor, factor: float | Tensor = 1.0) -> Tensor:
 class Muon(torch.optim.AdamW):
     """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases.
 
-    One optimizer holds both, so one state_dict() resumes them. Muon's update U V^T is multiplied by
-    0.2 sqrt(max(rows, columns)), so that a weight moves by about as much as with AdamW: one lr
-    serves both (arXiv 2502.16982, section 2.2).
+    One optimizer holds both, so one state_dict() resumes them. Muon's update is U V^T, from the
+    singular value decomposition U S V^T of the momentum, times 0.2 sqrt(max(rows, columns)). So a
+    weight moves by about as much as with AdamW: one lr serves both (arXiv 2502.16982, section 2.2).
 
     groups: those of GPT.param_groups(), with a momentum each. dtype: in which the update is
     computed, bf16 or fp32. fused: compute AdamW in one kernel, which is needed to skip a step on
