@@ -41,7 +41,7 @@ chat: .venv/demo | out/docs  ## after make docs: its model learns to answer ques
 	@echo
 	.venv/bin/python sample.py --chat --ckpt out/chat --temperature 0 --prompt $(QUESTIONS)
 
-evening: .venv/dev  ## run all commands of docs/evening.md and compare what they print (15 minutes)
+evening: .venv/dev  ## run all commands of docs/evening.md and compare what they print (ten minutes)
 	EVENING=1 OMP_NUM_THREADS=2 .venv/bin/python -m pytest -v -s tests/test_evening.py
 
 check: .venv/dev lint quick  ## lint and the quick tests, before you commit (two minutes)

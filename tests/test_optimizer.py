@@ -16,9 +16,8 @@ from training.batches import Batch
 from training.optimizer import make_optimizer, orthogonalize
 from training.plan import Progress
 from training.schedule import momentum_at
-from training.settings import TrainConfig
+from training.settings import OPTIMIZERS, TrainConfig
 
-NAMES = ("adamw", "muon", "adafactor")
 LR = {"adamw": 3e-3, "muon": 3e-3, "adafactor": 0.1}
 
 
@@ -115,7 +114,7 @@ def test_muons_momentum_grows_during_its_warm_up(trains):
 # -- all three --
 
 
-@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("change", [operator.mul, operator.add], ids=["gradient", "loss alone"])
 def test_a_step_that_is_not_finite_changes_nothing(optimizer, scale, change):
@@ -137,7 +136,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, scale, change):
     assert not any(map(torch.equal, before, everything()))
 
 
-@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_without_a_target_changes_nothing(optimizer, scale, world, monkeypatch):
@@ -183,7 +182,7 @@ def test_a_gradient_above_grad_clip_is_shortened_to_it():
     assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3) and grad_norm > 0.1
 
 
-@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_groups_have_learning_rates_of_their_own(optimizer):
     cfg = config(optimizer, embed_lr=3.0, vector_lr=2.0)
     made = make_optimizer(cfg, CPU, make("gpt2", tie_embeddings=False))
@@ -195,7 +194,7 @@ def test_groups_have_learning_rates_of_their_own(optimizer):
 # -- whole runs --
 
 
-@pytest.mark.parametrize("optimizer", ("muon", "adafactor"))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[1:])
 def test_each_optimizer_resumes_as_if_it_had_never_stopped(optimizer, tiny_data, tmp_path):
     options = [f"--optimizer={optimizer}", f"--lr={LR[optimizer]}", "--embed_lr=2"]
     losses = metrics(resumes(tiny_data, tmp_path, *options), "loss")

@@ -1,6 +1,7 @@
 """bench/sweep.py on a CPU."""
 
 import statistics
+from typing import get_args
 
 import pytest
 from conftest import TINY, facts_of
@@ -8,7 +9,8 @@ from conftest import TINY, facts_of
 import configurator
 from bench import sweep
 from model import GPT
-from training.settings import model_config
+from text.windows import Documents
+from training.settings import OPTIMIZERS, model_config
 
 SMALL = [*TINY, "--vocab_size=400", "--warmup=1", "--steps=3"]
 ONE_EACH = ["--block_sizes", "1", "48", "--batch_sizes", "2", "0", "--accums", "1", "3"]
@@ -37,8 +39,8 @@ def test_values_of_a_setting_take_turns(axis, tiny_data, tmp_path):
     options = [f"--vary={axis}", "--rounds=2", f"--data_dir={tiny_data}"]
     facts = facts_of(sweep.main, tmp_path, *SMALL, *options)
     cells = facts["cells"]
-    values = dict(optimizer="adamw muon adafactor", documents="stream mask pack pad")
-    assert [c["note"].split(":")[0] for c in cells] == values[axis].split()
+    values = {"optimizer": OPTIMIZERS, "documents": get_args(Documents)}
+    assert [c["note"].split(":")[0] for c in cells] == [*values[axis]]
     for c in cells:
         assert len(c["seconds"]) == 4 and min(c["seconds"]) > 0
         assert (c["T"], c["B"], c["accum"]) == (32, 4, 2)  # 256 tokens a step
