@@ -232,6 +232,21 @@ def test_vocab_and_merges_alone_are_gpt2s_tokenizer(tmp_path):
     assert all(ours.encode(t) == whole.encode(t) for t in MIXED[:50])
 
 
+CUTS = {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+PADS = {"strategy": {"Fixed": 999}, "direction": "Right", "pad_to_multiple_of": None}
+PADS |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("name, value", [("truncation", CUTS), ("padding", PADS), ("dropout", 0.5)])
+def test_settings_of_training_change_no_ids(name, value, tmp_path):
+    folder = bpe(tmp_path / "m", "gpt2")
+    want = [find(folder).encode(t) for t in MIXED]
+    content = read(folder / "tokenizer.json")
+    (content["model"] if name == "dropout" else content)[name] = value
+    write_files(folder, {"tokenizer.json": content})
+    assert [find(folder).encode(t) for t in MIXED] == want
+
+
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
 ADDED = ["   ", "<think>", "</think>", "<think>x", "标点"]
 
