@@ -274,9 +274,9 @@ def open_windows(
         advice += ", or a larger --val_fraction of it" if split == "val" else ""
         raise UserError(f"{data.name}/{split}.bin has {size}: {advice}")
     eos_id = data.meta["eos_id"]
-    seen = eos_id if documents in ("mask", "pack") else None
+    limits = eos_id if documents in ("mask", "pack") else None  # of attention: see Rows
     if not by_document and loss_per == "token" and loss_on == "all":
-        return Windows(ids, block_size, eos_id=seen)
+        return Windows(ids, block_size, eos_id=limits)
 
     tokenizer = load_tokenizer(data.folder) if loss_on == "answers" else None
     positions = find_tokens(ids, [eos_id, *(chatml_ids(tokenizer) if tokenizer else [])])
@@ -294,9 +294,9 @@ def open_windows(
         limit = block_size if documents == "pad" else np.inf
         loss_weights = LossWeights(answers, ends if loss_per == "document" else None, limit)
     if not by_document:
-        return Windows(ids, block_size, loss_weights, seen)
+        return Windows(ids, block_size, loss_weights, limits)
     plan = padded(ends, block_size) if documents == "pad" else packed(ends, block_size)
-    windows = PackedWindows(ids, block_size, loss_weights, seen, plan=plan, start_id=eos_id)
+    windows = PackedWindows(ids, block_size, loss_weights, limits, plan=plan, start_id=eos_id)
     excess = np.diff(ends, prepend=-1) - block_size  # tokens of each document
     if n_longer := np.count_nonzero(excess > 0):
         tails = "start other windows"

@@ -84,7 +84,7 @@ class Saver:
     saved: Callable[[int, Path, float], None]  # reports a step, its checkpoint, and the seconds
     step: int  # of the last checkpoint; at first the one that the run resumes, or 0
     failed: str = ""  # why the last checkpoint could not be written; "" if it was
-    lost: str = ""  # why `folder` is no longer in that of the run
+    lost: str = ""  # why checkpoints go to another folder than that of the run
     writing: Future | None = None
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Saver:
         target = self.folder / f"step_{state['step']:08d}"
         temporary = target.with_name(f".tmp_{target.name}")
         try:
-            self.run.ckpt = None
+            self.run.ckpt = None  # until the new one is known: a record may be written now
             self.folder.mkdir(parents=bool(self.lost), exist_ok=True)
             self.run.ckpt = os.stat(self.folder)
             temporary.mkdir()

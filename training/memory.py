@@ -81,7 +81,7 @@ class Workload:
 
     @classmethod
     def of(cls, cfg: TrainConfig, plan: Plan, machine: Machine) -> "Workload":
-        """Return that of a run. plan: its batch; machine: one of its ranks."""
+        """Return the workload of a run on one of its ranks."""
         sizes = (plan.batch_size, cfg.block_size, plan.accum, machine.dtype, plan.compiled)
         load = cls(*sizes, machine.device.type, machine.world, cfg.shard, cfg.optimizer)
         documents = cfg.documents in ("mask", "pack")

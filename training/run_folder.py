@@ -23,7 +23,7 @@ class RunFolder:
     """out/RUN, which rank 0 locks until release(), or until its process ends."""
 
     def __init__(self, path: Path, locks: bool = True):
-        """Lock the folder, and remove what a killed process left there. locks: whether to do so.
+        """Lock the folder, and remove what a killed process left there, if `locks`: on rank 0.
 
         Raises UserError if another process holds the lock, if the path is no folder, or if ckpt is
         a link: it may lead to the checkpoints of another run, which would be pruned.

@@ -230,7 +230,8 @@ def check_fits(
         for side, hashes in ((then, old), (now, new)):
             side["data"] = ", ".join(f"{k} ({hashes[k]:.8})" for k in sorted(hashes))
     if differ := [k for k in sorted(now) if then[k] != now[k]]:
-        if (asdict(c).keys() - {"block_size"}) & set(differ):  # a model keeps its shape
+        # A model that is fine-tuned keeps its shape and its tokenizer.
+        if (asdict(c).keys() - {"block_size"} | {"tokenizer"}) & set(differ):
             other = "start a new run with --run_name=NAME"
         changed = "; ".join(f"{k} was {then[k]}, is {now[k]}" for k in differ)
         advice = "give the same settings and data as before (prepare.py keeps the data that it"

@@ -391,6 +391,18 @@ def test_a_renamed_data_set_is_the_same(copied, own_data, tmp_path, finished, ca
     assert "tiny -> other" in out and "another order" not in out and "anew" not in err
 
 
+@pytest.mark.parametrize("setting, keeps_shape", [
+    ("--optimizer=muon", True), ("--block_size=16", True), ("--n_layer=3", False),
+    ("--preset=gpt2", False),
+])  # fmt: skip
+def test_a_refused_resume_names_a_way_that_obeys_the_setting(
+    copied, trains, refuses, setting, keeps_shape
+):
+    """A run that starts from the checkpoint keeps the shape of its model."""
+    error = refuses(lambda: trains("--init_from=resume", setting))
+    assert (f"--init_from={saved(copied)}" in error) is keeps_shape
+
+
 @pytest.fixture
 def resuming(copied, tiny_data, tmp_path) -> list[str]:
     """Options that resume the run where the data set `other` is, and its own is not."""
@@ -405,7 +417,8 @@ def test_switch_data_goes_on_with_other_data(copied, resuming, tmp_path, refuses
     switch = [*resuming, "--dataset=other", "--max_steps=16"]
     assert "--switch_data" in refuses(train.main, *switch)
     prepared(tmp_path / "d", make_records(200), "--tokenizer=byte", "--name=bytes")
-    assert "--switch_data" not in refuses(train.main, *switch, "--dataset=bytes")
+    error = refuses(train.main, *switch, "--dataset=bytes")
+    assert "--switch_data" not in error and "--init_from=" not in error
     call(train.main, *switch, "--switch_data")
     shutil.copytree(copied, tmp_path / "straight")
     shutil.rmtree(saved(copied))
